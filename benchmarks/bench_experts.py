@@ -47,7 +47,7 @@ from tp_invariant.kernels.experts.grouped_tma import GroupedTile
 from tp_invariant.kernels.gemm.matmul import matmul
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 from tp_invariant.kernels.rowwise.gated import gated_backward, gated_forward
-from tp_invariant.kernels.rowwise.gated_checks import halves
+from tp_invariant.kernels.rowwise.reference_gated import halves
 
 
 class Model(NamedTuple):

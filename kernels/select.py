@@ -13,7 +13,6 @@ _MODULES = {  # (cuda, cpu), which have the same functions
     "embedding gradient": ("vocabulary.embedding", "vocabulary.reference_embedding"),
     "GEMM": ("gemm.matmul", "gemm.reference"),
     "gated activation": ("rowwise.gated", "rowwise.reference_gated"),
-    "gated activation of torch": ("rowwise.torch_gated", "rowwise.reference_torch_gated"),
     "grouped GEMM": ("experts.grouped", "experts.reference_grouped"),
     "gradient norm": ("grad_norm.kernel", "grad_norm.reference"),
     "norm": ("rowwise.norm", "rowwise.reference_norm"),

@@ -10,22 +10,16 @@ If several query heads share a key head, dk and dv are written in fp32 for each 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from operator import is_
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find_call, keep
-from ..launch import Launch, allocator, cdiv, contiguous_strides, empty, launch_on
+from ..launch import cdiv, launch_on
+from ..plans import Kernel, descriptor
 from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
     Problem,
-    Rows,
     Tile,
     aligned,
     aligned_flat,
@@ -36,7 +30,6 @@ from .tiles import (
     capped,
     has_room,
     key_phases,
-    launch,
     load_tokens,
     matrix_arguments,
     matrix_rows,
@@ -417,6 +410,12 @@ def _sum_heads_kernel(
     tl.store(out_ptr + (row * SIZE)[:, None] + size[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+_delta = Kernel(_delta_kernel, enable_fp_fusion=False)
+_dk_dv = Kernel(_dk_dv_kernel, enable_fp_fusion=False)
+_sum_heads = Kernel(_sum_heads_kernel, enable_fp_fusion=False)
+_dq = Kernel(_dq_kernel, enable_fp_fusion=False)
+
+
 def backward(
     dout: Tensor,
     q: Tensor,
@@ -431,208 +430,16 @@ def backward(
     mask_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
-    key = None
-    if lengths is None and mask is None:
-        key, known = find_call(("attention backward", spec), q, k, v, dout, out, lse)
-        if known is not None:
-            dq, dk, dv, delta = _repeat(known, dout, q, k, v, out, lse)
-            return dq, dk, dv, None if sinks is None else sink_grads(sinks, delta, lse), None
     head_dim = q.shape[3]
     taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention backward"):
         dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
         given = (pad_heads(x, taken) for x in (dout, q, k, v, out))
-        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask, key if taken == head_dim else None)
+        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask)
     if taken != head_dim:
         grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
     dq, dk, dv = grads
     return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
-
-
-class _ByKeys(NamedTuple):
-    """A launch for dk and dv, or for one of them."""
-
-    run: Launch
-    block: tuple[int, int]
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-
-class _Plan(NamedTuple):
-    """All of a call that does not depend on its data, which is most of the host's work.
-
-    Of the launches the arguments after the tensors, and the grid; of those with descriptors also their rows, in
-    the order of the kernel's, and blocks.
-    """
-
-    index: int | None
-    matrix_unit: int
-    aligned_rows: bool
-    delta: Launch
-    delta_numbers: tuple
-    delta_grid: tuple[int, int, int]
-    by_keys: tuple[_ByKeys, ...]
-    key_rows: tuple[Rows, Rows]
-    parts: tuple[int, ...] | None  # of dk and dv in fp32 for each query head, where several share a key head
-    total: Launch | None
-    total_numbers: tuple
-    total_grid: tuple[int, int, int]
-    by_queries: Launch
-    query_rows: tuple[Rows, Rows]
-    query_block: tuple[int, int]
-    query_numbers: tuple
-    query_grid: tuple[int, int, int]
-
-
-class _Known(NamedTuple):
-    """An earlier call, with all that the next one with tensors of the same layouts has in common with it: no packing or
-    mask, and nothing to copy.
-
-    results    the shape, strides and dtype of dq, dk, dv and delta
-    parts      those of dk's and dv's parts, as one tensor, and the bytes of dk's; None if there are none
-    delta, total, by_queries   a launch, its arguments after the tensors, and its grid
-    by_keys    of each launch the same, and before them what describes q, dout, lse and delta, or None for an address
-    query_maps what describes k and v
-    """
-
-    index: int
-    new: Any
-    results: list[tuple]
-    parts: tuple[tuple, int] | None
-    delta: tuple
-    by_keys: list[tuple]
-    total: tuple
-    by_queries: tuple
-    query_maps: tuple[Any, Any]
-
-
-def _as_known(plan: _Plan, results: Sequence[Tensor], lse: Tensor) -> _Known:
-    """results: dq, dk, dv, delta."""
-    by_keys, parts = [], None
-    for run, block, numbers, grid in plan.by_keys:
-        of_q, of_dout = (x.describer(run, place, block) for place, x in enumerate(plan.key_rows))
-        of_rows = [None, None]
-        if plan.aligned_rows:
-            of_rows = [run.describer(place, block[:1], (lse.numel(),), (1,)) for place in (2, 3)]
-        by_keys.append((of_q, of_dout, *of_rows, run, _NOTHING + numbers, grid))
-    if plan.parts is not None:
-        parts = (plan.parts, contiguous_strides(plan.parts), torch.float32), 4 * math.prod(plan.parts[1:])
-    return _Known(
-        index=lse.get_device(),
-        new=allocator(lse.device),
-        results=[(tuple(x.shape), x.stride(), x.dtype) for x in results],
-        parts=parts,
-        delta=(plan.delta, plan.delta_numbers, plan.delta_grid),
-        by_keys=by_keys,
-        total=(plan.total, plan.total_numbers, plan.total_grid),
-        by_queries=(plan.by_queries, (*_NOTHING, None, *plan.query_numbers), plan.query_grid),
-        query_maps=tuple(
-            x.describer(plan.by_queries, place, plan.query_block) for place, x in enumerate(plan.query_rows)
-        ),
-    )
-
-
-_NOTHING = (None, None, *matrix_arguments(None))  # cu_q, cu_k, mask
-
-
-def _repeat(
-    known: _Known, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, delta. Addresses are passed, which saves Triton from asking tensors for theirs."""
-    index, new, results, parts, (run_delta, delta_numbers, delta_grid), by_keys, total, by_queries, (of_k, of_v) = known
-    dq, dk, dv, delta = [new(*of_result) for of_result in results]
-    at_q, at_k, at_v, at_dout, at_lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), lse.data_ptr()
-    at_delta, at_dk, at_dv = delta.data_ptr(), dk.data_ptr(), dv.data_ptr()
-    to_dk, to_dv = at_dk, at_dv
-    if parts is not None:
-        of_parts, size = parts
-        both = new(*of_parts)
-        to_dk = both.data_ptr()
-        to_dv = to_dk + size
-    run_delta(index, out.data_ptr(), at_dout, at_delta, *delta_numbers, grid=delta_grid)
-    for of_q, of_dout, of_lse, of_delta, run, numbers, grid in by_keys:
-        lse_args, delta_args = ((at_lse,), (at_delta,)) if of_lse is None else (of_lse(lse), of_delta(delta))
-        run(index, *of_q(q), *of_dout(dout), *lse_args, *delta_args, at_k, at_v, to_dk, to_dv, *numbers, grid=grid)
-    if parts is not None:
-        run, numbers, grid = total
-        run(index, to_dk, to_dv, at_dk, at_dv, *numbers, grid=grid)
-    run, numbers, grid = by_queries
-    run(index, at_q, at_dout, *of_k(k), *of_v(v), at_lse, at_delta, dq.data_ptr(), *numbers, grid=grid)
-    return dq, dk, dv, delta
-
-
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, rows: Sequence[Rows], scale: float,
-    p: Problem, matrix_grad: bool,
-) -> _Plan:  # fmt: skip
-    """rows: of q, k, v and dout."""
-    batch, heads, tokens, size = q.shape
-    head_dim = padded_head_dim(size)
-    kv_heads, tokens_k = k.shape[1:3]
-    groups = heads // kv_heads
-    index, unit = q.device.index, 16 // q.element_size()
-    queries = batch * heads * tokens
-    constants: tuple = (size, head_dim, _DELTA_TILE.queries, unit)
-    delta = launch(_delta_kernel, index, (q.dtype,), _DELTA_TILE, constants)
-    delta_numbers = queries, heads, tokens, *unit_strides(out), *unit_strides(dout), *constants
-    of_q, of_k, of_v, of_dout = rows
-
-    causal, window = p.flags[:2]
-    room = has_room(index) and (p.matrix_dtype is None or p.matrix_dtype.itemsize <= 2)
-    parts = None if groups == 1 else (2, batch, tokens_k, heads, size)
-    dtypes, by_keys = (q.dtype, q.dtype if parts is None else torch.float32, p.matrix_dtype), []
-    aligned_rows = _are_aligned(lse, p)
-    key_tiles = backward_key_tiles(head_dim, q.dtype, causal=causal, aligned=aligned_rows, room=room)
-    for tile, *which in key_tiles:
-        constants = (
-            size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, aligned_rows,
-            *which,
-        )  # fmt: skip
-        tiles = cdiv(p.longest_k, tile.keys)
-        numbers = (
-            *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups, p.sequences, tiles,
-            tokens, tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
-        )  # fmt: skip
-        run = launch(_dk_dv_kernel, index, dtypes, tile, constants)
-        by_keys.append(_ByKeys(run, (tile.queries, head_dim), numbers, (tiles * heads * p.sequences, 1, 1)))
-
-    total, totals = None, batch * tokens_k * kv_heads
-    constants = (size, head_dim, max(1, _SUM_TILE.queries // head_dim))
-    if parts is not None:
-        total = launch(_sum_heads_kernel, index, (q.dtype,), _SUM_TILE, constants)
-    total_numbers, total_grid = (totals, groups, *constants), (cdiv(totals, constants[2]), 2, 1)
-
-    partly = window or p.matrix > 0
-    tile = backward_query_tile(head_dim, q.dtype, causal=causal, partly=partly, room=room)
-    tile = tile_for(p, tile, index)
-    tiles = cdiv(p.longest_q, tile.queries)
-    constants = (
-        size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, matrix_grad,
-    )  # fmt: skip
-    by_queries = launch(_dq_kernel, index, (q.dtype, p.matrix_dtype), tile, constants)
-    query_numbers = (
-        *of_k.places, *of_v.places, *unit_strides(q), *unit_strides(dout), heads, groups, p.sequences, tiles, tokens,
-        tokens_k, p.window, p.factor, p.inverse_cap, scale, *constants,
-    )  # fmt: skip
-    return _Plan(
-        index=index,
-        matrix_unit=p.matrix_unit,
-        aligned_rows=aligned_rows,
-        delta=delta,
-        delta_numbers=delta_numbers,
-        delta_grid=(cdiv(queries, _DELTA_TILE.queries), 1, 1),
-        by_keys=tuple(by_keys),
-        key_rows=(of_q, of_dout),
-        parts=parts,
-        total=total,
-        total_numbers=total_numbers,
-        total_grid=total_grid,
-        by_queries=by_queries,
-        query_rows=(of_k, of_v),
-        query_block=(tile.keys, head_dim),
-        query_numbers=query_numbers,
-        query_grid=(tiles * heads * p.sequences, 1, 1),
-    )
 
 
 def _are_aligned(lse: Tensor, p: Problem) -> bool:
@@ -652,47 +459,77 @@ def _backward(
     lengths: PackedLengths | None,
     mask: Tensor | None,
     dmask: Tensor | None,
-    key: tuple | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask. key: to remember the call by."""
-    dq, dk, dv = [empty(x.shape, x.dtype, x.device, strides_of_heads(x.shape)) for x in (q, k, v)]
+    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
+    dq, dk, dv = (
+        torch.empty_strided(x.shape, strides_of_heads(x.shape), dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
     mask = None if mask is None else mask.resolve_neg()
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
-    given = q, k, v, dout, out, lse
     q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
     lse = aligned_flat(lse)
     # only these are read through descriptors; a copy of one is another tensor for the pointers, too
     (q_matrix, of_q), (k_matrix, of_k), (v_matrix, of_v), (dout_matrix, of_dout) = map(as_rows, (q, k, v, dout))
     p = problem(q, k, spec, lengths, mask=mask)
-    plan = _plan(q, k, v, dout, out, lse, (of_q, of_k, of_v, of_dout), spec.scale, p, dmask is not None)
-    delta = empty(lse.shape, lse.dtype, lse.device)  # like lse, which is contiguous here
-    parts: tuple[Tensor, ...] = (dk, dv)
-    if plan.parts is not None:
-        parts = empty(plan.parts, torch.float32, q.device).unbind(0)
+    (batch, heads, tokens, size), (kv_heads, tokens_k), index = q.shape, k.shape[1:3], q.device.index
+    head_dim, groups, unit = padded_head_dim(size), heads // kv_heads, 16 // q.element_size()
+    causal, window = p.flags[:2]
+    room = has_room(index) and (p.matrix_dtype is None or p.matrix_dtype.itemsize <= 2)
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    matrix, index = matrix_arguments(mask, plan.matrix_unit), plan.index
-    k_args = of_k.descriptor(plan.by_queries, 0, k_matrix, plan.query_block)
-    v_args = of_v.descriptor(plan.by_queries, 1, v_matrix, plan.query_block)
-    plan.delta(index, out, dout, delta, *plan.delta_numbers, grid=plan.delta_grid)
-    for run, block, numbers, grid in plan.by_keys:
-        q_args, dout_args = of_q.descriptor(run, 0, q_matrix, block), of_dout.descriptor(run, 1, dout_matrix, block)
-        lse_args, delta_args = ((lse,), (delta,))
-        if plan.aligned_rows:
-            lse_args, delta_args = (
-                run.descriptor(place, x, block[:1], (lse.numel(),), (1,)) for place, x in ((2, lse), (3, delta))
-            )
-        run(
-            index, *q_args, *dout_args, *lse_args, *delta_args, k, v, *parts, cu_q, cu_k, *matrix, *numbers,
-            grid=grid,
-        )  # fmt: skip
-    if plan.total is not None:
-        plan.total(index, *parts, dk, dv, *plan.total_numbers, grid=plan.total_grid)
-    plan.by_queries(
-        index, q, dout, *k_args, *v_args, lse, delta, dq, cu_q, cu_k, *matrix, dmask,
-        *plan.query_numbers, grid=plan.query_grid,
+    matrix = matrix_arguments(mask, p.matrix_unit)
+    options = p.window, p.factor, p.inverse_cap, spec.scale
+
+    delta, rows = torch.empty_like(lse), batch * heads * tokens
+    _delta(
+        index, (cdiv(rows, _DELTA_TILE.queries),),
+        (out, dout, delta, rows, heads, tokens, *unit_strides(out), *unit_strides(dout)),
+        (size, head_dim, _DELTA_TILE.queries, unit), **_DELTA_TILE.options,
     )  # fmt: skip
-    used = q_matrix, k_matrix, v_matrix, dout_matrix, out, lse
-    if key is not None and all(map(is_, used, given)):
-        keep(key, _as_known(plan, (dq, dk, dv, delta), lse))
+
+    # dk and dv, where several query heads share a key head in fp32 for each, which are then added
+    parts = (dk, dv)
+    if groups > 1:
+        parts = torch.empty((2, batch, tokens_k, heads, size), dtype=torch.float32, device=q.device).unbind(0)
+    aligned_rows = _are_aligned(lse, p)
+    key_tiles = backward_key_tiles(head_dim, q.dtype, causal=causal, aligned=aligned_rows, room=room)
+    for tile, *which in key_tiles:
+        block, tiles = (tile.queries, head_dim), cdiv(p.longest_k, tile.keys)
+        of_rows = [descriptor(x, (x.numel(),), (1,), block[:1]) if aligned_rows else x for x in (lse, delta)]
+        _dk_dv(
+            index, (tiles * heads * p.sequences,),
+            (
+                of_q.descriptor(q_matrix, block), of_dout.descriptor(dout_matrix, block), *of_rows, k, v, *parts,
+                cu_q, cu_k, *matrix, *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups,
+                p.sequences, tiles, tokens, tokens_k, *options,
+            ),
+            (
+                size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
+                aligned_rows, *which,
+            ),
+            **tile.options,
+        )  # fmt: skip
+    if groups > 1:
+        totals, rows_at_once = batch * tokens_k * kv_heads, max(1, _SUM_TILE.queries // head_dim)
+        _sum_heads(
+            index, (cdiv(totals, rows_at_once), 2), (*parts, dk, dv, totals, groups), (size, head_dim, rows_at_once),
+            **_SUM_TILE.options,
+        )  # fmt: skip
+
+    tile = backward_query_tile(head_dim, q.dtype, causal=causal, partly=window or p.matrix > 0, room=room)
+    tile = tile_for(p, tile, index)
+    block, tiles = (tile.keys, head_dim), cdiv(p.longest_q, tile.queries)
+    _dq(
+        index, (tiles * heads * p.sequences,),
+        (
+            q, dout, of_k.descriptor(k_matrix, block), of_v.descriptor(v_matrix, block), lse, delta, dq, cu_q, cu_k,
+            *matrix, dmask, *of_k.places, *of_v.places, *unit_strides(q), *unit_strides(dout), heads, groups,
+            p.sequences, tiles, tokens, tokens_k, *options,
+        ),
+        (
+            size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
+            dmask is not None,
+        ),
+        **tile.options,
+    )  # fmt: skip
     return dq, dk, dv, delta

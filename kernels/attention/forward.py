@@ -19,7 +19,6 @@ that are not split run the kernel of hopper.py.
 from __future__ import annotations
 
 import functools
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import DTYPES
-from ..known_calls import find_call, keep
-from ..launch import Launch, allocator, can_overlap, cdiv, launch_on
+from ..launch import can_overlap, cdiv, launch_on
+from ..plans import Kernel, descriptor
 from .backward import backward
 from .merge import finish, fold, merge_kernel
 from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
@@ -44,7 +43,6 @@ from .tiles import (
     forward_tile,
     has_room,
     key_phases,
-    launch,
     load_tokens,
     matrix_arguments,
     matrix_rows,
@@ -251,21 +249,35 @@ def _has_own_kernel(index: int | None, head_dim: int, dtype: torch.dtype) -> boo
     return hopper and head_dim in (64, 128, 256) and dtype != torch.float32
 
 
-class _Plan(NamedTuple):
-    """All of a call that does not depend on its data, which is most of the host's work."""
+_attention = Kernel(_forward_kernel, enable_fp_fusion=False)
+_merge = Kernel(merge_kernel, enable_fp_fusion=False)
 
-    run: Launch
-    k_block: tuple[int, int]
-    v_block: tuple[int, int]
+
+class _Launch(NamedTuple):
+    """Of a launch all but its tensors: the numbers after them, the constexprs, the grid and Triton's options."""
+
     numbers: tuple
-    grid: tuple[int, int, int]
-    merge: Launch | None  # folds chunks that had a program each
-    merge_numbers: tuple
-    merge_grid: tuple[int, int, int]
-    parts: int | None  # fp32 values that the programs leave to it; None: their kernel has no such argument
+    constants: tuple
+    grid: tuple[int, ...]
+    options: dict[str, Any]
 
 
-@functools.lru_cache(maxsize=4096)
+class _Plan(NamedTuple):
+    """How attention is computed.
+
+    is_own    by hopper.py's kernel, not by this file's
+    blocks    of keys and of values that a step loads
+    merge     the launch that folds chunks which had a program each; None if one program had all of them
+    parts     the number of fp32 values that programs then leave to it
+    """
+
+    is_own: bool
+    blocks: tuple[tuple[int, int], tuple[int, int]]
+    attend: _Launch
+    merge: _Launch | None = None
+    parts: int = 0
+
+
 def _plan(
     shape: tuple[int, ...], keys: int, q_units: tuple[int, int, int], k_rows: Rows, v_rows: Rows, dtype: torch.dtype,
     index: int | None, p: Problem, chunk: int,
@@ -284,12 +296,28 @@ def _plan(
     cache = 2 * p.kv_heads * keys * head_dim * dtype.itemsize * (1 if packed else p.sequences)
     most = _max_scratch(cache if shared_tiles == 1 else 0)
     split = chunks > 1 and (shared_tiles == 1 or idle) and scratch <= most
+    is_own = not split and _has_own_kernel(index, head_dim, dtype)
+    unit, masks = 16 // dtype.itemsize, (p.sinks, p.matrix, p.matrix_unit)
+    if is_own:
+        from . import hopper
+
+        tile, buffers, registers = hopper.own_tile(tile, head_dim, p.matrix > 0)
+        tiles = cdiv(p.longest_q, tile.queries)
     shared, slots = 1, 1
     if split:
         tiles, shared, slots = shared_tiles, groups, chunks
         if has_room(index) and not p.matrix:
             tile = tile._replace(stages=3)
     programs = tiles * (heads // shared) * p.sequences
+    numbers = (
+        tokens, keys, *k_rows.places, *v_rows.places, *q_units, heads // shared, groups, p.sequences, tiles,
+        p.window, p.factor, p.inverse_cap,
+    )  # fmt: skip
+    k_block = v_block = tile.keys, head_dim
+    if is_own:
+        constants = size, head_dim, tile.queries, tile.keys, *buffers, chunk, unit, *p.flags, *masks
+        options = tile.options if registers is None else {**tile.options, "maxnreg": registers}
+        return _Plan(True, (k_block, v_block), _Launch(numbers, constants, (programs,), options))
     v_columns = head_dim
     # If half of the GPU would still be idle, each program computes half of v's columns and its own scores. Not in fp32,
     # where the compiler derives the order of a row's sum of weights from all shapes of a program.
@@ -297,90 +325,29 @@ def _plan(
         if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
             break
         v_columns //= 2
-    if not split and _has_own_kernel(index, head_dim, dtype):
-        from . import hopper
-
-        tile, buffers, registers = hopper.own_tile(tile, head_dim, p.matrix > 0)
-        tiles = cdiv(p.longest_q, tile.queries)
-        programs = tiles * heads * p.sequences
-        constants: tuple = (
-            size,
-            head_dim,
-            tile.queries,
-            tile.keys,
-            *buffers,
-            chunk,
-            16 // dtype.itemsize,
-            *p.flags,
-            p.sinks,
-            p.matrix,
-            p.matrix_unit,
-        )
-        dtypes = dtype, p.matrix_dtype
-        return _Plan(
-            run=launch(hopper.forward_kernel, index, dtypes, tile, constants, False, hopper.descriptor, registers),
-            k_block=(tile.keys, head_dim),
-            v_block=(tile.keys, head_dim),
-            numbers=(
-                tokens, keys, *k_rows.places, *v_rows.places, *q_units, heads, groups, p.sequences, tiles,
-                p.window, p.factor, p.inverse_cap, *constants,
-            ),
-            grid=(programs, 1, 1),
-            merge=None,
-            merge_numbers=(),
-            merge_grid=(0, 0, 0),
-            parts=None,
-        )  # fmt: skip
     part_rows = p.longest_q * shared
     pairs = (heads // shared) * p.sequences
     places = pairs * chunks * part_rows if split else 0
     overlap = can_overlap(index)
     constants = (
-        size, head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, 16 // dtype.itemsize, shared, split,
-        *p.flags, overlap, p.sinks, p.matrix, p.matrix_unit,
+        size, head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, unit, shared, split, *p.flags, overlap,
+        *masks,
     )  # fmt: skip
+    grid = programs, head_dim // v_columns, slots
+    attend = _Launch((*numbers, chunks, part_rows, places), constants, grid, tile.options)
+    blocks = k_block, (tile.keys, v_columns)
+    if not split:
+        return _Plan(False, blocks, attend)
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
-    merge_constants = (
-        size, head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks, p.matrix,
-    )  # fmt: skip
-    return _Plan(
-        run=launch(_forward_kernel, index, (dtype, p.matrix_dtype), tile, constants),
-        k_block=(tile.keys, head_dim),
-        v_block=(tile.keys, v_columns),
-        numbers=(
-            tokens, keys, *k_rows.places, *v_rows.places, *q_units, heads // shared, groups, p.sequences, tiles,
-            p.window, p.factor, p.inverse_cap, chunks, part_rows, places, *constants,
+    merge = _Launch(
+        (tokens, keys, heads // shared, part_rows, places, p.window, p.exponent, chunks),
+        (
+            size, head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks, p.matrix,
         ),
-        grid=(programs, head_dim // v_columns, slots),
-        merge=launch(merge_kernel, index, (dtype,), merge_tile, merge_constants, overlap) if split else None,
-        merge_numbers=(
-            tokens, keys, heads // shared, part_rows, places, p.window, p.exponent, chunks, *merge_constants,
-        ),
-        merge_grid=(part_rows * pairs, 1, 1),
-        parts=places * (head_dim + 2),
+        (part_rows * pairs,),
+        {**merge_tile.options, "launch_pdl": True} if overlap else merge_tile.options,
     )  # fmt: skip
-
-
-class _Known(NamedTuple):
-    """An earlier call, with all that the next one with tensors of the same layouts has in common with it: no packing,
-    sinks or mask, nothing to copy, and one launch. `of_k` and `of_v` describe k and v."""
-
-    run: Launch
-    index: int
-    new: Any
-    out: tuple
-    lse: tuple
-    of_k: Any
-    of_v: Any
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-
-def _repeat(known: _Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    run, index, new, of_out, of_lse, of_k, of_v, numbers, grid = known
-    out, lse = new(*of_out), new(*of_lse)
-    run(index, q.data_ptr(), *of_k(k), *of_v(v), out.data_ptr(), lse.data_ptr(), *numbers, grid=grid)
-    return out, lse
+    return _Plan(False, blocks, attend, merge, places * (head_dim + 2))
 
 
 def forward(
@@ -397,18 +364,13 @@ def forward(
     Raises:
         ValueError: a device without Triton, an unsupported dtype or head size, or a scale that is not positive.
     """
-    key = None
-    if lengths is None and sinks is None and mask is None:
-        key, known = find_call(("attention", spec, CHUNK), q, k, v)
-        if known is not None:
-            return _repeat(known, q, k, v)
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}: the attention kernel takes {', '.join(map(str, DTYPES))}")
     head_dim = q.shape[3]
     taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention"):
         if taken == head_dim:
-            return _forward(q, k, v, spec, lengths, sinks, mask, key)
+            return _forward(q, k, v, spec, lengths, sinks, mask)
         out, lse = _forward(*(pad_heads(x, taken) for x in (q, k, v)), spec, lengths, sinks, mask)
     return heads_side_by_side(out[..., :head_dim]), lse
 
@@ -421,10 +383,7 @@ def _forward(
     lengths: PackedLengths | None,
     sinks: Tensor | None,
     mask: Tensor | None,
-    key: tuple | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """key: to remember the call by."""
-    given = q, k, v
     sinks = None if sinks is None else sinks.resolve_neg()
     mask = None if mask is None else mask.resolve_neg()
     p, shape, index = problem(q, k, spec, lengths, sinks, mask), q.shape, q.device.index
@@ -436,22 +395,20 @@ def _forward(
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_((sinks * LOG2_E)[:, None])
     q, (k, k_rows), (v, v_rows) = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
     plan = _plan(shape, k.shape[2], unit_strides(q), k_rows, v_rows, q.dtype, index, p, CHUNK)
-    run, k_block, v_block, numbers, grid, merge, merge_numbers, merge_grid, parts = plan
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    own = parts is None  # hopper.py's
-    part = None if merge is None else torch.empty(parts, dtype=torch.float32, device=q.device)
-    run(
-        index, q, *k_rows.descriptor(run, 0, k, k_block), *v_rows.descriptor(run, 1, v, v_block), out, lse,
-        cu_q, cu_k, sinks, *matrix_arguments(mask, p.matrix_unit), *(() if own else (part,)), *numbers, grid=grid,
+    kernel, describe = _attention, descriptor
+    if plan.is_own:
+        from . import hopper
+
+        kernel, describe = hopper.forward, hopper.descriptor
+    part = None if plan.merge is None else torch.empty(plan.parts, dtype=torch.float32, device=q.device)
+    tensors = (
+        q, k_rows.descriptor(k, plan.blocks[0], describe), v_rows.descriptor(v, plan.blocks[1], describe), out, lse,
+        cu_q, cu_k, sinks, *matrix_arguments(mask, p.matrix_unit), *(() if plan.is_own else (part,)),
     )  # fmt: skip
-    if key is not None and merge is None and all(map(is_, (q, k, v), given)):
-        known = _Known(
-            run, q.get_device(), allocator(q.device),
-            (tuple(shape), out.stride(), out.dtype), (tuple(lse.shape), lse.stride(), lse.dtype),
-            k_rows.describer(run, 0, k_block), v_rows.describer(run, 1, v_block),
-            (None,) * (8 if own else 9) + numbers, grid,
-        )  # fmt: skip
-        keep(key, known)
-    if merge is not None:
-        merge(index, part, out, lse, cu_q, cu_k, sinks, *merge_numbers, grid=merge_grid)
+    numbers, constants, grid, options = plan.attend
+    kernel(index, grid, (*tensors, *numbers), constants, **options)
+    if plan.merge is not None:
+        numbers, constants, grid, options = plan.merge
+        _merge(index, grid, (part, out, lse, cu_q, cu_k, sinks, *numbers), constants, **options)
     return out, lse

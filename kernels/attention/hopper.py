@@ -12,6 +12,7 @@ Imported by the first call that needs it, because Gluon has no interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .. import plans
 from . import tiles as tiles_of_triton
 
 
@@ -52,10 +54,10 @@ _biased_exponent = gluon.jit(tiles_of_triton.biased_exponent.fn)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
     """A TMA descriptor of a matrix in x's memory, for the kernels of this file."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, shape, strides, block, layout)
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
+    return plans.descriptor(x, shape, strides, block, layout, kind=TensorDescriptor)
 
 
 @gluon.jit
@@ -272,3 +274,6 @@ def forward_kernel(
     inside = (row < queries)[:, None] & (column < SIZE)[None, :]
     gl.store(out_ptr + out_at[:, None] * SIZE + column[None, :], out.to(dtype), mask=inside)
     gl.store(lse_ptr + at + query, lse, mask=query < queries)
+
+
+forward = plans.Kernel(forward_kernel, enable_fp_fusion=False)

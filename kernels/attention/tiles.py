@@ -12,9 +12,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import Launch
+from ..plans import descriptor
 from .spec import LOG2_E, AttentionSpec, PackedLengths
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # the kernels take other sizes as the next of these, with zeros behind
@@ -30,6 +29,11 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def forward_tile(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -226,14 +230,9 @@ class Rows(NamedTuple):
     column_batch: int
     column_head: int
 
-    def descriptor(self, run: Launch, position: int, x: Tensor, block: tuple[int, int]) -> tuple:
-        return run.descriptor(position, x, self._block(block), *self[:2])
-
-    def describer(self, run: Launch, position: int, block: tuple[int, int]) -> Callable[[Tensor], tuple]:
-        return run.describer(position, self._block(block), *self[:2])
-
-    def _block(self, block: tuple[int, int]) -> tuple[int, ...]:
-        return block if len(self.shape) == 2 else (block[0], 1, block[1])
+    def descriptor(self, x: Tensor, block: tuple[int, int], describe: Callable[..., Any] = descriptor) -> Any:
+        """describe: `descriptor` of the kernel's own, if it has one."""
+        return describe(x, self.shape, self.strides, block if len(self.shape) == 2 else (block[0], 1, block[1]))
 
     @property
     def places(self) -> tuple[int, int, int, int]:
@@ -265,7 +264,6 @@ def unit_strides(x: Tensor) -> tuple[int, int, int]:
     return batch // unit, head // unit, token // unit
 
 
-@functools.lru_cache(maxsize=4096)
 def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
     batch, heads, tokens, size = shape
     stride_b, stride_h, stride_s, _ = strides
@@ -327,26 +325,6 @@ def taken_head_dim(head_dim: int, dtype: torch.dtype) -> int:
 def pad_heads(x: Tensor, head_dim: int) -> Tensor:
     """x [.., D] with columns of zeros up to head_dim: they add nothing to a score, and their output is cut off."""
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
-
-
-@functools.cache
-def launch(
-    kernel: triton.JITFunction,
-    index: int | None,
-    dtypes: tuple[torch.dtype, ...],
-    tile: Tile,
-    constants: tuple,
-    early: bool = False,
-    make_descriptor: Any = TensorDescriptor,
-    registers: int | None = None,
-) -> Launch:
-    """The launch of one compiled form of `kernel`; `early`: it may start before the preceding kernel has ended;
-    `registers`: the most that a thread may have."""
-    options: dict[str, Any] = {"launch_pdl": True} if early else {}
-    if registers is not None:
-        options["maxnreg"] = registers
-    options["make_descriptor"] = make_descriptor
-    return Launch(kernel, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options)
 
 
 def _strides_of_matrix(mask: Tensor) -> list[int]:

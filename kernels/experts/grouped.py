@@ -24,7 +24,8 @@ from torch import Tensor
 from ..gemm.matmul import INTERPRETER_CONFIG, no_negated_views, product_tile
 from ..gemm.matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
 from ..gemm.output import written
-from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..plans import Kernel
 from . import grouped_tma
 from .grouped_checks import check_grouped_matmul, check_grouped_outer
 from .grouped_tma import GroupedTile
@@ -79,8 +80,8 @@ def _grouped_outer_kernel(
         )  # fmt: skip
 
 
-_grouped_matmul = Launches(_grouped_matmul_kernel)
-_grouped_outer = Launches(_grouped_outer_kernel)
+_grouped_matmul = Kernel(_grouped_matmul_kernel)
+_grouped_outer = Kernel(_grouped_outer_kernel)
 
 
 def _fitted(config: MatmulConfig, a: Tensor) -> MatmulConfig:
@@ -145,11 +146,6 @@ def grouped_matmul(
         ValueError: shapes that do not fit, a K or N of 0, different devices, a device that cannot run Triton kernels,
             or a GroupedTile for operands that TMA cannot address.
     """
-    key = None
-    if config is None:
-        key = grouped_tma.call_key("rows", out_dtype, a, b, offsets, bias)
-        if (c := grouped_tma.repeat_call(key, a, b, offsets, bias)) is not None:
-            return c
     check_grouped_matmul(a, b, offsets, bias, out_dtype)
     (r, k), (experts, _, n) = a.shape, b.shape
     out_dtype = out_dtype or a.dtype
@@ -159,7 +155,7 @@ def grouped_matmul(
         tile = config or grouped_tma.rows_tile(r, experts, out_dtype.itemsize)
         if operands is not None and tile is not None:
             with launch_on(a, "grouped_matmul"):
-                return grouped_tma.rows(operands, offsets, bias, out_dtype, tile, key)
+                return grouped_tma.rows(operands, offsets, bias, out_dtype, tile)
         config = _no_tile("grouped_matmul", config)
     c = torch.empty((r, n), device=a.device, dtype=torch.float32 if interpreting() else out_dtype)
     if r > 0:
@@ -211,11 +207,6 @@ def grouped_outer(
     Raises:
         TypeError, ValueError: as for `grouped_matmul`, and as `matmul` for out and accumulate.
     """
-    key = None
-    if config is None and out is None and not accumulate:
-        key = grouped_tma.call_key("outer", out_dtype, a, b, offsets, None)
-        if (c := grouped_tma.repeat_call(key, a, b, offsets, None)) is not None:
-            return c
     out_dtype = check_grouped_outer(a, b, offsets, out, accumulate, out_dtype)
     (r, m), n, experts = a.shape, b.shape[1], len(offsets) - 1
     a, b = no_negated_views(a, b)
@@ -225,7 +216,7 @@ def grouped_outer(
         if readable and tile is not None:
             c = torch.empty((experts, m, n), device=a.device, dtype=out_dtype) if out is None else out
             with launch_on(c, "grouped_outer"):
-                grouped_tma.outer(a, b, offsets, c, accumulate, tile, key)
+                grouped_tma.outer(a, b, offsets, c, accumulate, tile)
             return c if out is None else written(out)
         config = _no_tile("grouped_outer", config)
     c_dtype = torch.float32 if interpreting() else out_dtype

@@ -10,6 +10,7 @@ Imported by the first call that needs it, because Gluon has no interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .. import plans
+
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
     """A TMA descriptor in x's memory, for the kernel of this file."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, shape, strides, block, layout)
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
+    return plans.descriptor(x, shape, strides, block, layout, kind=TensorDescriptor)
 
 
 @gluon.jit
@@ -156,3 +159,6 @@ def outer_ahead_kernel(
         else:
             _store(acc, stored, c_desc, expert, to_row, to_col)
     tma.store_wait(0)
+
+
+outer_ahead = plans.Kernel(outer_ahead_kernel)

@@ -18,7 +18,6 @@ launch loop over the tiles.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gemm.matmul_tma import MAX_SIDE, multiprocessors_of, supports_tma
-from ..launch import Launch, cdiv, empty, layouts, next_power_of_2
+from ..launch import cdiv, next_power_of_2
+from ..plans import Kernel, descriptor
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its strides
 _BOUND = 2**30  # rows of the third dim of a descriptor of rows
@@ -295,150 +295,66 @@ def outer_tile(m: int, n: int, rows: int, experts: int, out_itemsize: int, accum
     return GroupedTile(128, 256, 64, 8, 4, group_m=32)
 
 
-@functools.lru_cache(maxsize=1024)
-def _launch(kernel: str, tile: GroupedTile, index: int | None, *facts: object) -> Launch:
-    """facts: the dtypes, constexprs and block shapes that the kernel is compiled for, besides those of the tile."""
-    if kernel == "rows":
-        return Launch(_rows_kernel, num_warps=tile.num_warps, num_stages=tile.num_stages)
-    if not tile.ahead:
-        return Launch(_outer_kernel, num_warps=tile.num_warps, num_stages=tile.num_stages)
-    from .grouped_hopper import descriptor, outer_ahead_kernel
-
-    return Launch(outer_ahead_kernel, make_descriptor=descriptor, num_warps=tile.num_warps)
+_rows = Kernel(_rows_kernel)
+_outer = Kernel(_outer_kernel)
 
 
-def _programs(tile: GroupedTile, tiles: int, index: int | None) -> tuple[int, int, int]:
+def _grid(tile: GroupedTile, tiles: int, index: int | None) -> tuple[int]:
     multiprocessors = 2 if index is None else multiprocessors_of(index)
-    return min(tiles, multiprocessors * tile.programs), 1, 1
+    return (min(tiles, multiprocessors * tile.programs),)
 
 
-class _Call(NamedTuple):
-    """A launch without its data: all that the next call with operands of the same layouts has in common with it.
-
-    shape, dtype, device    of C
-    maps                    of a, b and C: the block of a tile, the shape and the strides
-    takes_bias              whether the kernel has an argument for a bias, which is C's address where there is none
-    numbers                 the kernel's arguments after the addresses
-    """
-
-    launch: Launch
-    index: int | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    maps: tuple[tuple, tuple, tuple]
-    takes_bias: bool
-    numbers: tuple
-    grid: tuple[int, int, int]
-
-
-_MAX_CALLS = 4096
-_calls: dict[tuple, _Call] = {}
-
-
-def call_key(
-    kind: str, out_dtype: torch.dtype | None, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None
-) -> tuple | None:
-    """All that a call depends on, except addresses and values; None for one that must not be remembered."""
-    found = layouts(a, b, offsets, bias)
-    return None if found is None else (kind, out_dtype, found)
-
-
-def repeat_call(key: tuple | None, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor | None:
-    """C if an earlier call had this key, else None: checking and preparing a call take most of the host's time."""
-    call = _calls.get(key)  # type: ignore[arg-type]
-    if call is None or call.index != torch._C._cuda_getDevice():
-        return None
-    return _run(call, None, a, b, offsets, bias, empty(call.shape, call.dtype, call.device))
-
-
-def _run(
-    call: _Call, key: tuple | None, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, c: Tensor
-) -> Tensor:
-    """Launches a call, and remembers it if it has a key."""
-    launch, index, _, _, _, (of_a, of_b, of_c), takes_bias, numbers, grid = call
-    describe, pointers = launch.descriptor, (c if bias is None else bias, offsets) if takes_bias else (offsets,)
-    launch(
-        index, *describe(0, a, *of_a), *describe(1, b, *of_b), *describe(2, c, *of_c),
-        *([x.data_ptr() for x in pointers] if launch.direct else pointers), *numbers, grid=grid,
-    )  # fmt: skip
-    if key is not None and launch.direct:
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return c
-
-
-def rows(
-    x: RowsOperands,
-    offsets: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tile: GroupedTile,
-    key: tuple | None = None,
-) -> Tensor:
-    """C [R, N] of `rows_operands`, on the current device; grouped.grouped_matmul has checked the arguments.
-
-    key: `call_key`, to remember the call for `repeat_call`.
-    """
+def rows(x: RowsOperands, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tile: GroupedTile) -> Tensor:
+    """C [R, N] of `rows_operands`, on the current device; grouped.grouped_matmul has checked the arguments."""
     a, b, b_transposed = x
     (r, k), experts = a.shape, b.shape[0]
     n = b.shape[1] if b_transposed else b.shape[2]
     index = a.get_device() if a.is_cuda else None
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-    places = next_power_of_2(experts)
-    if not offsets.is_contiguous() or not (bias is None or bias.is_contiguous()):
-        offsets, bias, key = offsets.contiguous(), None if bias is None else bias.contiguous(), None
-    c = empty((r, n), out_dtype, a.device)
+    offsets, bias = offsets.contiguous(), None if bias is None else bias.contiguous()
+    c = torch.empty((r, n), device=a.device, dtype=out_dtype)
     each, inner = (b.stride(0), b.stride(1)) if experts > 1 else (b.shape[1] * b.stride(1), b.stride(1))
-    call = _Call(
-        _launch("rows", tile, index, a.dtype, out_dtype, None if bias is None else bias.dtype, b_transposed, places),
-        index, (r, n), out_dtype, a.device,
+    _rows(
+        index, _grid(tile, min(r, r // bm + experts) * cdiv(n, bn), index),
         (
-            ((bm, bk), (r, k), (_rows_stride(a), 1)),
-            ((1, bn, bk) if b_transposed else (1, bk, bn), tuple(b.shape), (each, inner, 1)),
-            ((1, 1, bm, bn // 2 if tile.halves else bn), *_ragged(c)),
+            descriptor(a, (r, k), (_rows_stride(a), 1), (bm, bk)),
+            descriptor(b, b.shape, (each, inner, 1), (1, bn, bk) if b_transposed else (1, bk, bn)),
+            descriptor(c, *_ragged(c), (1, 1, bm, bn // 2 if tile.halves else bn)),
+            c if bias is None else bias, offsets, experts, n, cdiv(k, bk), 0 if bias is None else n, 1,
         ),
-        True,
         (
-            experts, n, cdiv(k, bk), 0 if bias is None else n, 1,
-            places, bm, bn, bk, tile.group_m, b_transposed, bias is not None, tile.halves, tile.ahead,
+            next_power_of_2(experts), bm, bn, bk, tile.group_m, b_transposed, bias is not None, tile.halves,
+            tile.ahead,
         ),
-        _programs(tile, min(r, r // bm + experts) * cdiv(n, bn), index),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return _run(call, key, a, b, offsets, bias, c)
+    return c
 
 
-def outer(
-    a: Tensor,
-    b: Tensor,
-    offsets: Tensor,
-    c: Tensor,
-    accumulate: bool,
-    tile: GroupedTile,
-    key: tuple | None = None,
-) -> Tensor:
-    """Writes C [E, M, N], or adds to it; `can_read_outer` has accepted the operands. key: as for `rows`."""
+def outer(a: Tensor, b: Tensor, offsets: Tensor, c: Tensor, accumulate: bool, tile: GroupedTile) -> None:
+    """Writes C [E, M, N], or adds to it; `can_read_outer` has accepted the operands."""
     m, n, experts = a.shape[1], b.shape[1], len(offsets) - 1
     if tile.ahead and c.element_size() != 2:
         tile = replace(tile, ahead=False)
     index = a.get_device() if a.is_cuda else None
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-    if not offsets.is_contiguous():
-        offsets, key = offsets.contiguous(), None
-    call = _Call(
-        _launch("outer", tile, index, a.dtype, c.dtype, accumulate),
-        index, (experts, m, n), c.dtype, c.device,
+    kernel, describe, options = _outer, descriptor, dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    constants: tuple = accumulate, tile.halves
+    if tile.ahead:
+        from . import grouped_hopper
+
+        kernel, describe, options = (
+            grouped_hopper.outer_ahead,
+            grouped_hopper.descriptor,
+            dict(num_warps=tile.num_warps),
+        )
+        constants = tile.num_stages, tile.num_warps, tile.halves
+    kernel(
+        index, _grid(tile, experts * cdiv(m, bm) * cdiv(n, bn), index),
         (
-            ((1, 1, bk, bm), *_ragged(a)),
-            ((1, 1, bk, bn), *_ragged(b)),
-            ((1, bm, bn // 2 if tile.halves else bn), (experts, m, n), (m * n, n, 1)),
+            describe(a, *_ragged(a), (1, 1, bk, bm)), describe(b, *_ragged(b), (1, 1, bk, bn)),
+            describe(c, (experts, m, n), (m * n, n, 1), (1, bm, bn // 2 if tile.halves else bn)),
+            offsets.contiguous(), experts, m, n,
         ),
-        False,
-        (
-            experts, m, n, bm, bn, bk, tile.group_m,
-            *((tile.num_stages, tile.num_warps, tile.halves) if tile.ahead else (accumulate, tile.halves)),
-        ),
-        _programs(tile, experts * cdiv(m, bm) * cdiv(n, bn), index),
+        (bm, bn, bk, tile.group_m, *constants), **options,
     )  # fmt: skip
-    return _run(call, key, a, b, offsets, None, c)

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find_call, remember
-from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..plans import Kernel
 from ..rowwise.norm import _load, _row, _rows, row_chunk
 from . import reference_routing
 from .routing_checks import (
@@ -245,16 +245,16 @@ def _dots_kernel(
 
 
 # Every operation rounds on its own: see the top of this file.
-_top_k = Launches(_top_k_kernel)
-_choose = Launches(_choose_kernel, enable_fp_fusion=False)
-_choose_backward = Launches(_choose_backward_kernel, enable_fp_fusion=False)
-_count = Launches(_count_kernel, debug=True, sanitize_overflow=False)  # debug keeps the assertion
-_place = Launches(_place_kernel)
-_gather = Launches(_gather_kernel)
-_spread = Launches(_spread_kernel)
-_combine = Launches(_combine_kernel, enable_fp_fusion=False)
-_scale = Launches(_scale_kernel, enable_fp_fusion=False)
-_dots = Launches(_dots_kernel, enable_fp_fusion=False)
+_top_k = Kernel(_top_k_kernel)
+_choose = Kernel(_choose_kernel, enable_fp_fusion=False)
+_choose_backward = Kernel(_choose_backward_kernel, enable_fp_fusion=False)
+_count = Kernel(_count_kernel, debug=True, sanitize_overflow=False)  # debug keeps the assertion
+_place = Kernel(_place_kernel)
+_gather = Kernel(_gather_kernel)
+_spread = Kernel(_spread_kernel)
+_combine = Kernel(_combine_kernel, enable_fp_fusion=False)
+_scale = Kernel(_scale_kernel, enable_fp_fusion=False)
+_dots = Kernel(_dots_kernel, enable_fp_fusion=False)
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
@@ -322,14 +322,8 @@ def choose(
     slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError
     for another dtype, and ValueError for shapes that differ and as `top_k`.
     """
-    key, known = find_call(("choose", k, normalize, epsilon, scale, out_dtype), scores, choice)
-    if known is not None:
-        weights, index, y, *totals = known.results()
-        known.run(choice, scores, weights, index, y, *(totals or [y]))
-        return weights, index, y, totals[0] if totals else None
     check_choose(scores, choice, k)
     (t, experts), device = scores.shape, scores.device
-    given = scores, choice
     scores, choice = _contiguous(scores), _contiguous(choice)
     index, y = torch.empty((t, k), device=device, dtype=torch.int64), scores.new_empty((t, k))
     weights = torch.empty((t, k), device=device, dtype=torch.float32 if interpreting() else out_dtype)
@@ -339,10 +333,7 @@ def choose(
         numbers, constants = (experts, k, float(epsilon), float(scale)), (width, next_power_of_2(k), normalize)
         tensors = choice, scores, weights, index, y, y if total is None else total
         with launch_on(scores, "choose"):
-            launch = _choose(device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
-        if scores is given[0] and choice is given[1]:
-            results = [x for x in (weights, index, y, total) if x is not None]
-            remember(key, launch, results, (*numbers, *constants), (t,))
+            _choose(device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
     return weights.to(out_dtype), index, y, total
 
 
@@ -353,11 +344,6 @@ def choose_backward(
 
     With a total dscores = (dy - sum of dy y) / total, the sum in the order of slots, where dy = dweights times scale.
     """
-    key, known = find_call(("choose_backward", experts, scale), dweights, index, y, total)
-    if known is not None:
-        (dscores,) = known.results()
-        known.run(dweights, index, y, y if total is None else total, dscores)
-        return dscores
     check_choose_backward(dweights, y)
     t, k = y.shape
     dscores = y.new_empty((t, experts))
@@ -366,9 +352,7 @@ def choose_backward(
         own, numbers, constants = _contiguous(dweights), (experts, k, float(scale)), (width, total is not None)
         tensors = own, index, y, y if total is None else total, dscores
         with launch_on(dweights, "choose_backward"):
-            launch = _choose_backward(y.device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
-        if own is dweights:
-            remember(key, launch, (dscores,), (*numbers, *constants), (t,))
+            _choose_backward(y.device.index, (t,), (*tensors, *numbers), constants, num_warps=warps)
     return dscores
 
 
@@ -403,11 +387,6 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
 
     `gather_rows` of their inverse, where all rows of the tokens are here: x is read once. Errors as for `combine`.
     """
-    key, known = find_call(("spread_rows",), x, places)
-    if known is not None:
-        (rows,) = known.results()
-        known.run(x, places, rows)
-        return rows
     check_spread(x, places)
     (t, slots), h, own, own_places = places.shape, x.shape[1], _contiguous_rows(x), places.contiguous()
     rows = torch.empty((t * slots, h), device=x.device, dtype=own.dtype)
@@ -415,9 +394,7 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
         columns, warps = _columns(h)
         grid, numbers, constants = (t, cdiv(h, columns)), (own.stride(0), h), (slots, columns)
         with launch_on(x, "spread_rows"):
-            launch = _spread(x.device.index, grid, (own, own_places, rows, *numbers), constants, num_warps=warps)
-        if own is x and own_places is places:
-            remember(key, launch, (rows,), (*numbers, *constants), grid)
+            _spread(x.device.index, grid, (own, own_places, rows, *numbers), constants, num_warps=warps)
     return rows.to(x.dtype)
 
 
@@ -443,11 +420,6 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     places: int64 [T, k], rows' indices; they are checked on a CPU only. In fp32, where products and sums round on their
     own, then rounded once to rows' dtype. Raises TypeError for a dtype and ValueError for what else does not fit.
     """
-    key, known = find_call(("combine",), rows, weights, places)
-    if known is not None:
-        (y,) = known.results()
-        known.run(rows, rows if weights is None else weights, places, y)
-        return y
     check_combine(rows, weights, places)
     (t, slots), h = places.shape, rows.shape[1]
     y = _empty(rows, t, h)
@@ -457,9 +429,7 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
         columns, warps = _columns(h)
         grid, numbers, constants = (t, cdiv(h, columns)), (x.stride(0), h), (slots, columns, weights is not None)
         with launch_on(rows, "combine"):
-            launch = _combine(rows.device.index, grid, (x, w, own_places, y, *numbers), constants, num_warps=warps)
-        if x is rows and (weights is None or w is weights) and own_places is places:
-            remember(key, launch, (y,), (*numbers, *constants), grid)
+            _combine(rows.device.index, grid, (x, w, own_places, y, *numbers), constants, num_warps=warps)
     return y.to(rows.dtype)
 
 
@@ -498,20 +468,13 @@ def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) 
     dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once. Errors as for
     `combine`.
     """
-    key, known = find_call(("combine_backward",), dy, weights, rows, places)
-    if known is not None:
-        drows, dots = known.results()
-        known.run(dy, rows, places, dots, weights, drows)
-        return drows, dots
     check_backward(dy, weights, rows, places)
-    dots, drows = _dots_of(dy, rows, places, weights, key)
+    dots, drows = _dots_of(dy, rows, places, weights)
     assert drows is not None
     return drows, dots
 
 
-def _dots_of(
-    dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, key: tuple | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _dots_of(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     (t, slots), h = places.shape, dy.shape[1]
     dots = torch.empty((t, slots), device=dy.device, dtype=torch.float32)
     drows = None if weights is None else _empty(dy, *rows.shape)
@@ -522,7 +485,5 @@ def _dots_of(
         tensors = dy_rows, x, own_places, dots, w, x if drows is None else drows
         numbers, constants = (dy_stride, stride, slots), (h, chunk, weights is not None)
         with launch_on(dy, "combine_backward_weights" if weights is None else "combine_backward"):
-            launch = _dots(dy.device.index, (t * slots,), (*tensors, *numbers), constants, num_warps=warps)
-        if drows is not None and dy_rows is dy and x is rows and own_places is places and w is weights:
-            remember(key, launch, (drows, dots), (*numbers, *constants), (t * slots,))
+            _dots(dy.device.index, (t * slots,), (*tensors, *numbers), constants, num_warps=warps)
     return dots, None if drows is None else drows.to(dy.dtype)

@@ -9,7 +9,6 @@ copy may pay there too. On an H100 products of such operands took 1.2 to 1.6 tim
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 
@@ -18,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launches, cdiv, next_power_of_2
+from ..launch import cdiv, next_power_of_2
+from ..plans import Kernel, planned
 from . import matmul_tma
 from .matmul_configs import Product, choose_config, estimated_us, fit, tma_configs
 from .matmul_table import COPIES, GENERIC
@@ -53,7 +53,7 @@ def generic_features(x: Product, dtype: torch.dtype) -> tuple[float, ...]:
     return 1.0, rounds, 1e-3 * rounds_k, 1e-5 * rounds_k * single, 1e-7 * rounds_k * config.block_m * config.block_n
 
 
-@functools.lru_cache(maxsize=4096)
+@planned
 def _which(product: Product, unaligned: Unaligned, dtype: torch.dtype, promoted: bool) -> Unaligned | None:
     """What to copy for the TMA kernel to take the least time by estimate; None where the generic kernel takes less.
 
@@ -177,7 +177,7 @@ def _copy_kernel(
     tl.store(to_ptr + row * to_stride + column[None, :], x, mask=inside)
 
 
-_copy_launches = Launches(_copy_kernel)
+_copy_by_units = Kernel(_copy_kernel)
 
 
 def _copy_rows(x: Tensor, to: Tensor) -> Tensor:
@@ -198,5 +198,5 @@ def _copy_rows(x: Tensor, to: Tensor) -> Tensor:
     constants = _UNITS_OF_A_PROGRAM // at_once, at_once
     grid = (cdiv(rows, constants[0]) * cdiv(columns, at_once),)
     args = source, target, rows, columns, source.stride(0), target.stride(0)
-    _copy_launches(x.get_device(), grid, args, constants)
+    _copy_by_units(x.get_device(), grid, args, constants)
     return to

@@ -38,8 +38,7 @@ from ..dtypes import HALF_DTYPES
 from .matmul_configs import MatmulConfig, Product, tma_configs
 
 VARIABLE = "TP_INVARIANT_AUTOTUNE"
-_KEY = os.environ.encodekey(VARIABLE)  # of the dict inside os.environ, which takes a tenth of the time to read
-_VALUES = {None: False, b"0": False, b"1": True}
+_VALUES = {None: False, "0": False, "1": True}
 _MOST = 12  # configurations that are measured: each takes a second or two to compile
 _TURNS = 3
 _CALLS = 5  # in a turn
@@ -49,7 +48,6 @@ _logger = logging.getLogger("tp_invariant")
 _override: bool | None = None
 _lock = threading.Lock()  # autograd runs backward on threads of its own
 _winners: dict[str, MatmulConfig] = {}
-on_change: list[Callable[[], None]] = []  # called when the switch is used: whoever remembers calls forgets them
 
 
 class autotune:
@@ -99,18 +97,15 @@ class autotune:
 def _set(enabled: bool | None) -> None:
     global _override
     _override = enabled
-    for forget in on_change:
-        forget()
 
 
 def is_enabled() -> bool:
     """Whether autotuning is on: what `autotune` was told, else the environment. Raises ValueError for other values."""
     if _override is not None:
         return _override
-    text = os.environ._data.get(_KEY)
+    text = os.environ.get(VARIABLE)
     if text not in _VALUES:
-        given = text.decode(errors="surrogateescape")
-        raise ValueError(f"{VARIABLE}={given!r} is not understood: set it to 1 (on) or 0 (off), or unset it (off)")
+        raise ValueError(f"{VARIABLE}={text!r} is not understood: set it to 1 (on) or 0 (off), or unset it (off)")
     return _VALUES[text]
 
 
@@ -201,25 +196,25 @@ def candidates(call: Call) -> list[MatmulConfig]:
     return [config for _, config in tma_configs(product)[:_MOST]]
 
 
-def configuration(call: Call, launch: Callable[[MatmulConfig], object]) -> tuple[MatmulConfig | None, bool]:
-    """The configuration of a call (None is the usual one), and whether it is settled: later calls need not ask again.
+def configuration(call: Call, launch: Callable[[MatmulConfig], object]) -> MatmulConfig | None:
+    """The configuration of a call; None is the usual one.
 
     launch: computes the product with a configuration, into memory that nothing else uses.
     """
     if call.accumulate and not call.a_transposed and not call.b_transposed:
-        return None, True  # the one layout whose bits are not compared with accumulation
+        return None  # the one layout whose bits are not compared with accumulation
     key = _key(call)
     with _lock:
         if (known := _winners.get(key)) is not None:
-            return known, True
+            return known
         configs = candidates(call)
         winner = _read(key, configs)
         if winner is None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                return None, False
+                return None
             winner = _measured(key, call, configs, launch) or configs[0]  # without memory: for this process
         _winners[key] = winner
-        return winner, True
+        return winner
 
 
 def _measured(

@@ -22,21 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, interpreting, launch_on, layout
+from ..launch import cdiv, interpreting, launch_on
 from .aligned_copies import copied_matmul
 from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
-from .matmul_tma import (
-    call_key,
-    keep_recent,
-    rank_major_operands,
-    repeat_call,
-    repeat_recent,
-    tma_matmul,
-    tma_operands,
-)
-from .matmul_tma import remember_together as remember_together  # for who selects this module
-from .matmul_tma import repeat_together as repeat_together
+from .matmul_tma import rank_major_operands, tma_matmul, tma_operands
 from .operands import check_bias, check_kinds, check_operands
 from .output import check_output, check_promotion, written
 
@@ -172,19 +162,6 @@ def no_negated_views(*tensors: Tensor | None) -> list[Any]:
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
 
 
-def _with_output(key: tuple, out: Tensor, accumulate: bool) -> tuple | None:
-    try:
-        of_out = layout(out)
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        return None
-    return None if type(accumulate) is not bool or of_out[-1] else ("out", of_out, accumulate, key)
-
-
-def repeat(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor | None:
-    """`matmul` if it remembers a call with operands of the same layouts; else None, and nothing is checked."""
-    return repeat_call(call_key(a, b, bias, out_dtype, None), a, b, bias)
-
-
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -222,13 +199,6 @@ def matmul(
             rows, that shares memory with an operand or the bias, or that is negated by a flag, accumulate without out,
             a promote_every that is not a multiple of 128, or a device that cannot run Triton kernels.
     """
-    key = None
-    if config is None:
-        key = call_key(a, b, bias, out_dtype, promote_every)
-        if key is not None and out is not None:
-            key = _with_output(key, out, accumulate)
-        if (c := repeat_call(key, a, b, bias, out)) is not None:
-            return c
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     check_promotion(promote_every)
@@ -246,9 +216,8 @@ def matmul(
                     return c
             if operands is not None:
                 return tma_matmul(
-                    operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
+                    operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every
                 )
-    if config is None:
         check_unmeasured(a)
         spare = accumulate or promote_every is not None
         config = INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
@@ -308,16 +277,6 @@ def matmul_rank_major(
         ValueError: shapes that do not fit each other, a stride that does not divide K/P, an invalid b_k_dim,
             different devices, a promote_every that is not a multiple of 128.
     """
-    facts = "rank major", b_k_dim, stride, out_dtype, promote_every
-    ordinary = type(stride) is type(b_k_dim) is int and (promote_every is None or type(promote_every) is int)
-    if ordinary and (c := repeat_recent(facts, a, b, bias)) is not None:
-        return c
-    key = call_key(a, b, bias, out_dtype, promote_every) if ordinary else None
-    if key is not None:
-        key = (b_k_dim, stride, key)
-        if (c := repeat_call(key, a, b, bias)) is not None:
-            keep_recent(facts, key, a, b, bias)
-            return c
     _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
     check_promotion(promote_every)
     a, b, bias = no_negated_views(a, b, bias)
@@ -328,4 +287,4 @@ def matmul_rank_major(
     if operands is None:
         return None
     with launch_on(a, "matmul"):
-        return tma_matmul(operands, bias, out_dtype, promote_every=promote_every, key=key)
+        return tma_matmul(operands, bias, out_dtype, promote_every=promote_every)

@@ -15,7 +15,7 @@ of C past M, which are not stored.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,11 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import Launch, TensorMaps, allocator, cdiv, contiguous_strides, is_observed, layout
-from ..recent_calls import RecentCalls
+from ..launch import cdiv
+from ..plans import Kernel, descriptor, planned
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
-from .output import extent, written
+from .output import written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit
@@ -240,27 +240,29 @@ def rank_major_operands(
     return TmaOperands(a_stands[0], b_stands[0], False, b_k_dim == 1, m, n, ranks * k_local, ranks, piece_k)
 
 
-class _Plan(NamedTuple):
-    """All of a call that does not depend on its data, which is most of the host's work."""
+_persistent_matmul = Kernel(_persistent_matmul_kernel)
 
-    launch: Launch
+
+class _Plan(NamedTuple):
+    """The tile configuration of a product, and what follows from it: blocks, steps along K, grid, constexprs."""
+
+    config: MatmulConfig
     a_block: tuple[int, int]
     b_block: tuple[int, int]
     narrow_block: tuple[int, int] | None
     c_block: tuple[int, int]
+    programs: int
     steps: int
     promoted_steps: int
     constants: tuple
 
 
-@functools.lru_cache(maxsize=4096)
+@planned
 def _plan(
     m: int, n: int, k: int, ranks: int, piece_k: int, a_transposed: bool, b_transposed: bool,
-    a_split: bool, b_split: bool,
-    dtype: torch.dtype, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, accumulate: bool,
-    promote_every: int | None, index: int, config: MatmulConfig | None,
+    a_split: bool, b_split: bool, out_dtype: torch.dtype, has_bias: bool, accumulate: bool,
+    promote_every: int | None, multiprocessors: int, config: MatmulConfig | None,
 ) -> _Plan:  # fmt: skip
-    multiprocessors = multiprocessors_of(index)
     if config is None:
         promoted = bool(promote_every)
         product = Product(
@@ -270,183 +272,26 @@ def _plan(
     block_m, block_n, block_k = config.block_m, config.block_n, promoted_block_k(config.block_k, promote_every)
     while ranks > 1 and piece_k % block_k:
         block_k //= 2  # a step stays within a piece
-    programs = min(multiprocessors, cdiv(m, block_m) * cdiv(n, block_n))
     wide = block_n - config.narrow
 
     def b_block(cols: int) -> tuple[int, int]:
         return (cols, block_k) if b_transposed else (block_k, cols)
 
     return _Plan(
-        launch=Launch(
-            _persistent_matmul_kernel, programs, num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        config,
         a_block=(block_k, block_m) if a_transposed else (block_m, block_k),
         b_block=b_block(wide),
         narrow_block=b_block(config.narrow) if config.narrow else None,
         c_block=(block_m, wide // 2 if config.halves else wide),
+        programs=min(multiprocessors, cdiv(m, block_m) * cdiv(n, block_n)),
         steps=cdiv(k, block_k),
         promoted_steps=(promote_every or 0) // block_k,
         constants=(
             block_m, block_n, block_k, config.group_m, a_transposed, b_transposed, ranks > 1,
-            bias_dtype is not None, accumulate, bool(promote_every), config.halves,
+            has_bias, accumulate, bool(promote_every), config.halves,
             is_flattened(config, out_dtype.itemsize, accumulate, bool(promote_every)),
         ),
     )  # fmt: skip
-
-
-class Prepared(NamedTuple):
-    """A call without its data: all that the next call with operands of the same layouts has in common with it.
-
-    In training the addresses of activations change from step to step, so a call goes by none. Of a, b, the narrow part
-    of b (None if there is none) and c it has the tensor maps; extents are the bytes from the first to after the last
-    element of a, b, the bias (0 if there is none) and c.
-    """
-
-    launch: Launch
-    index: int
-    new: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    of_a: TensorMaps
-    of_b: TensorMaps
-    of_narrow: TensorMaps | None
-    of_c: TensorMaps
-    others: tuple
-    extents: tuple[int, int, int, int]
-
-    def __call__(self, a: int, b: int, bias: int | None = None) -> Tensor:
-        """The product of what is at these addresses, on the current device, which is `index`."""
-        launch, index, new, shape, strides, dtype, of_a, of_b, of_narrow, of_c, others, _ = self
-        c = new(shape, strides, dtype)
-        at = c.data_ptr()
-        # a kernel without a narrow block is told None, which is no descriptor and has no position
-        narrow = (None,) if of_narrow is None else of_narrow[b]
-        launch(index, *of_a[a], *of_b[b], *narrow, *of_c[at], at if bias is None else bias, *others)
-        return c
-
-    def into(self, out: Tensor, a: int, b: int, bias: int | None) -> bool:
-        """Writes the product to out, or adds it; False, and nothing is done, if output.py might refuse this memory."""
-        at, extents = out.data_ptr(), self.extents
-        end = at + extents[3]
-        for start, size in ((a, extents[0]), (b, extents[1]), (at if bias is None else bias, extents[2])):
-            if size and start < end and at < start + size:
-                return False
-        if out.requires_grad and torch.is_grad_enabled():
-            return False
-        narrow = (None,) if self.of_narrow is None else self.of_narrow[b]
-        pointer = at if bias is None else bias
-        self.launch(self.index, *self.of_a[a], *self.of_b[b], *narrow, *self.of_c[at], pointer, *self.others)
-        return True
-
-
-_MAX_PREPARED = 4096
-_prepared: dict[tuple, Prepared] = {}
-_NONE: tuple[None, None] = (None, None)
-_prepared_together: dict[tuple, tuple[int | None, tuple | None]] = {}  # with their device's index
-_recent = RecentCalls()  # of both: a Prepared, or a device's index and products
-autotune.on_change += [lambda: _prepared.clear(), lambda: _prepared_together.clear(), lambda: _recent.clear()]
-
-
-def call_key(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
-) -> tuple | None:
-    """All that a call depends on, except addresses and values.
-
-    None for a call that must not be remembered: arguments that are not tensors, views negated by a flag, which are
-    copied first, a promote_every that is not an int but may equal one (512.0).
-    """
-    if is_observed() or (promote_every is not None and type(promote_every) is not int):
-        return None
-    try:
-        of_a, of_b, of_bias = layout(a), layout(b), None if bias is None else layout(bias)
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        return None
-    if of_a[-1] or of_b[-1] or (of_bias is not None and of_bias[-1]):  # is_neg
-        return None
-    return out_dtype, promote_every, of_a, of_b, of_bias
-
-
-def repeat_call(
-    key: tuple | None, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None
-) -> Tensor | None:
-    """The product if an earlier call had this key, else None: preparing a call takes most of the host's time.
-
-    out: where the call writes, whose layout is in the key; the others make a new tensor.
-    """
-    prepared = _prepared.get(key)  # type: ignore[arg-type]
-    if prepared is None or prepared.index != torch._C._cuda_getDevice():  # 0.2 us less than torch.cuda's
-        return None
-    at_bias = None if bias is None else bias.data_ptr()
-    if out is None:
-        return prepared(a.data_ptr(), b.data_ptr(), at_bias)
-    return written(out) if prepared.into(out, a.data_ptr(), b.data_ptr(), at_bias) else None
-
-
-def repeat_recent(facts: tuple, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`repeat_call` of a call that `keep_recent` was told of, without its key.
-
-    facts: all that the key holds but the layouts of the operands; each of one type in all calls.
-    """
-    prepared = None if is_observed() else _recent.find(facts, (a, b, bias))
-    if prepared is None or prepared.index != torch._C._cuda_getDevice():
-        return None
-    c: Tensor = prepared(a.data_ptr(), b.data_ptr(), None if bias is None else bias.data_ptr())
-    return c
-
-
-def keep_recent(facts: tuple, key: tuple, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    """For a call with this key, which was repeated."""
-    now, prepared = _recent.now, _prepared.get(key)
-    if prepared is not None:  # another thread may have cleared them
-        _recent.keep(facts, (a, b, bias), prepared, now)
-
-
-def repeat_together(facts: tuple, *tensors: Tensor | None) -> tuple[tuple | None, tuple | None]:
-    """A key for products of these tensors, and what `remember_together` has stored under it for the current device.
-
-    facts: all that the products depend on besides the tensors. Products may come without a key; where both are None,
-    nothing can be remembered.
-    """
-    if not _prepared:  # no Hopper, say
-        return None, None
-    index, found = _recent.find(facts, tensors) or _NONE
-    if found is not None and index == torch._C._cuda_getDevice():
-        return None, found
-    try:
-        key = (facts, *[None if x is None else layout(x) for x in tensors])
-    except (AttributeError, RuntimeError):  # no tensor, or one without memory
-        return None, None
-    now = _recent.now
-    known = _prepared_together.get(key, _NONE)
-    index, found = known
-    if found is None or index != torch._C._cuda_getDevice():
-        return key, None
-    _recent.keep(facts, tensors, known, now)
-    return key, found
-
-
-def remember_together(key: tuple, *products: tuple[Any, ...] | int | None) -> None:
-    """Stores the products, if all of them are remembered, under a key of `repeat_together`.
-
-    products: of each its operands and its dtype as for `repeat`, and the shape that its result has with this key. The
-    operands are the tensors of the key in the same memory, or in memory that stays. None and addresses are stored as
-    they are.
-    """
-    found: list[Any] = []
-    for product in products:
-        if not isinstance(product, tuple):
-            found.append(product)
-            continue
-        *operands, shape = product
-        prepared = _prepared.get(call_key(*operands, None))  # type: ignore[arg-type]
-        if prepared is None:
-            return
-        found.append(prepared._replace(shape=tuple(shape), strides=contiguous_strides(shape)))
-    index = next(p.index for p in found if isinstance(p, Prepared))
-    if len(_prepared_together) >= _MAX_PREPARED:
-        _prepared_together.clear()
-    _prepared_together[key] = index, tuple(found)
 
 
 def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
@@ -454,7 +299,7 @@ def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
     return a.stride(0) % 16 > 0, b.stride(0) % 16 > 0
 
 
-def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool) -> tuple[MatmulConfig | None, bool]:
+def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool) -> MatmulConfig | None:
     """The measured configuration of a product, whose output c is left alone. See `autotune.configuration`."""
     has_bias, index = bias is not None, c.get_device()
     scratch = functools.cache(lambda: torch.empty_strided(c.shape, c.stride(), device=c.device, dtype=c.dtype))
@@ -478,43 +323,34 @@ def tma_matmul(
     out: Tensor | None = None,
     accumulate: bool = False,
     promote_every: int | None = None,
-    key: tuple | None = None,
 ) -> Tensor:
     """c [M, N] = a @ b (+ bias), on the current device; matmul.matmul has checked the arguments.
 
-    config: for tests and tuning; None takes the table's. key: `call_key`, to remember the call for `repeat_call`.
+    config: for tests and tuning; None takes the table's.
     """
     a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
     if bias is not None and n * bias.stride(0) > MAX_SIDE:
-        bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit; a copy's address must not be remembered
+        bias = bias.contiguous()  # the kernel's offsets are 32-bit
     c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     index = c.get_device()
     if config is None and ranks == 1 and promote_every is None and autotune.is_enabled():
-        config, settled = _autotuned(x, bias, c, accumulate)
-        key = key if settled else None
-    launch, a_block, b_block, narrow_block, c_block, steps, promoted_steps, constants = _plan(
+        config = _autotuned(x, bias, c, accumulate)
+    plan = _plan(
         m, n, k, ranks, piece_k, a_transposed, b_transposed, *_split(a, b),
-        a.dtype, out_dtype, None if bias is None else bias.dtype, accumulate, promote_every, index, config,
+        out_dtype, bias is not None, accumulate, promote_every, multiprocessors_of(index), config,
     )  # fmt: skip
-    others = (
-        m, n, steps, promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k, *constants,
-    )  # fmt: skip
-    describe = launch.descriptor
-    narrow = (None,) if narrow_block is None else describe(2, b, narrow_block)
-    c_position = 2 if narrow_block is None else 3
-    if key is not None and launch.direct:
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        maps = launch.tensor_maps
-        a_layout, b_layout, c_layout = ((tuple(x.shape), x.stride()) for x in (a, b, c))
-        _prepared[key] = Prepared(
-            launch, index, allocator(a.device), *c_layout, out_dtype,
-            maps(0, *a_layout), maps(1, *b_layout), None if narrow_block is None else maps(2, *b_layout),
-            maps(c_position, *c_layout), others, tuple(0 if x is None else extent(x) for x in (a, b, bias, c)),
-        )  # fmt: skip
-    pointer = c if bias is None else bias
-    launch(
-        index, *describe(0, a, a_block), *describe(1, b, b_block), *narrow, *describe(c_position, c, c_block),
-        pointer.data_ptr() if launch.direct else pointer, *others,
+
+    def describe(matrix: Tensor, block: tuple[int, int]) -> object:
+        return descriptor(matrix, matrix.shape, matrix.stride(), block)
+
+    narrow = None if plan.narrow_block is None else describe(b, plan.narrow_block)
+    _persistent_matmul(
+        index, (plan.programs,),
+        (
+            describe(a, plan.a_block), describe(b, plan.b_block), narrow, describe(c, plan.c_block),
+            c if bias is None else bias, m, n, plan.steps, plan.promoted_steps,
+            0 if bias is None else bias.stride(0), ranks, piece_k,
+        ),
+        plan.constants, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
     return c if out is None else written(out)

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cached_tensors import capturing, hold_until_read, refuse_in_capture
-from ..launch import Launches, cdiv, interpreting, launch_on
+from ..launch import cdiv, interpreting, launch_on
+from ..plans import Kernel
 from .reference import FOLDED, LANES, MIX1, MIX2, STEP, check_dims, check_factor, check_tensors, check_vector
 
 _LANES, _LEVELS = tl.constexpr(LANES), tl.constexpr(LANES.bit_length() - 1)
@@ -134,10 +135,10 @@ def _digest_kernel(addresses_ptr, sizes_ptr, tiles_ptr, out_ptr, like_ptr, BLOCK
     tl.atomic_add(out_ptr + which, tl.sum(z, axis=0))
 
 
-_squares = Launches(_squares_kernel, enable_fp_fusion=False)
-_digest = Launches(_digest_kernel, enable_fp_fusion=False)
-_fold = Launches(_fold_kernel, enable_fp_fusion=False)
-_scale = Launches(_scale_kernel, enable_fp_fusion=False)
+_squares = Kernel(_squares_kernel, enable_fp_fusion=False)
+_digest = Kernel(_digest_kernel, enable_fp_fusion=False)
+_fold = Kernel(_fold_kernel, enable_fp_fusion=False)
+_scale = Kernel(_scale_kernel, enable_fp_fusion=False)
 
 # --- tables ---------------------------------------------------------------------------------------------------------
 
@@ -297,7 +298,7 @@ def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
             x.copy_(x.float() * factor)
 
 
-def _on_elements(operation: str, xs: Sequence[Tensor], launches: Launches, extra: Tensor) -> None:
+def _on_elements(operation: str, xs: Sequence[Tensor], kernel: Kernel, extra: Tensor) -> None:
     """Launches over all elements of xs, contiguous ones: those of a kind together."""
     addresses = [x.data_ptr() for x in xs]
     device = xs[0].device
@@ -307,7 +308,7 @@ def _on_elements(operation: str, xs: Sequence[Tensor], launches: Launches, extra
         table = _on_device(addresses, device)
         hold_until_read(sizes, *(group.tiles for group in groups))
         for group in groups:
-            launches(
+            kernel(
                 device.index, (len(group.tiles),), (table, sizes, group.tiles, extra, xs[group.first]),
                 (_SCALED, group.vector),
             )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Gated activations in Triton, forward and backward, in one launch each; every element depends on its own alone.
+"""Gated activations in Triton, act(gate) * up, forward and backward, in one launch each, by two sets of formulas.
+
+gated_forward, gated_backward: for experts.
 
     y     = act(gate) * up                  act: silu(g) = g * sigmoid(g)
     dup   = dy * act(gate)                       gelu_tanh(g) = g * sigmoid(z(g)), z(g) = 2c * (g + 0.044715 * g**3)
@@ -7,8 +9,25 @@
     clamped_silu (gpt-oss): y = g * sigmoid(1.702 * g) * (u + 1) for g = min(gate, 7) and u = up within -7 and 7;
     beyond these limits gradients are zero
 
-act(gate), dy * up and the results are rounded to the tensors' dtype, as they are where torch computes act and the
-products one by one; all between is fp32. Launched with enable_fp_fusion=False, so that each operation rounds by itself.
+torch_gated_forward, torch_gated_backward: with the formulas, and so the bits, of torch's operators.
+
+    dact  = dy * up                 rounded
+    dgate = what torch's backward of act makes of dact and gate
+
+    silu      g / (1 + exp(-g))
+    gelu      0.5 * g * (1 + erf(g / sqrt(2)))
+    gelu_tanh 0.5 * g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3)))
+    relu      max(g, 0)
+
+Every element depends on its own alone. act(gate), dy * up and the results are rounded to the tensors' dtype, as they
+are where torch computes act and the products one by one; all between is fp32. Backward computes act(gate) again, so
+that gate and up are all that is saved. Launched with enable_fp_fusion=False: each operation rounds by itself.
+
+So that bits do not change where torch_gated takes the place of torch's operators, each operation in fp32 stands where
+torch's CUDA kernels have it: exp, erf and tanh are CUDA's, divisions are rounded correctly, and a product and a sum are
+one operation (tl.fma) exactly where CUDA's compiler makes them one of torch's formulas. CUDA's erf is another one in
+the CUDA that Triton brings than in torch's: gelu has other last bits than torch's in one of 80 elements in fp32, and
+the others have torch's in all.
 """
 
 from __future__ import annotations
@@ -17,13 +36,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
 from ..gemm.output import written
-from ..known_calls import find_call, remember
-from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
-from .gated_checks import ACTIVATIONS, check_gated
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..plans import Kernel
+from .reference_gated import ACTIVATIONS, check_gated, check_torch_gated
 
 COLUMNS = 1024  # of a program, at most
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def _fp32_for_interpreter(x: Tensor) -> Tensor:
+    x = x.resolve_neg()
+    return x.float() if interpreting() else x  # the interpreter gets bfloat16 subnormals wrong
+
+
+# --- for experts ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -70,8 +99,7 @@ def _gated_kernel(
         tl.store(first, (act * u).to(first_ptr.dtype.element_ty), mask=inside)
 
 
-_gated = Launches(_gated_kernel, enable_fp_fusion=False)
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_gated = Kernel(_gated_kernel, enable_fp_fusion=False)
 
 
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -80,14 +108,9 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     activation: "silu", "gelu_tanh" or "clamped_silu". Raises TypeError for a dtype and ValueError for what else does
     not fit.
     """
-    key, known = find_call(("gated_forward", activation), gate, up)
-    if known is not None:
-        (y,) = known.results()
-        known.run(gate, up, gate, y, y)
-        return y
     check_gated("gated_forward", activation, gate=gate, up=up)
     y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
-    _launch("gated_forward", activation, gate, up, None, (y, y), key)
+    _launch("gated_forward", activation, gate, up, None, (y, y))
     return y
 
 
@@ -98,30 +121,21 @@ def gated_backward(
 
     out: tensors to write into, of gate's shape and dtype and any strides, such as the halves of one.
     """
-    key = known = None
-    if out is not None:
-        key, known = find_call(("gated_backward", activation), dy, gate, up, *out)
-    if out is not None and known is not None:
-        known.run(gate, up, dy, *out)
-        return written(out[0]), written(out[1])
     outs = {} if out is None else {"dgate": out[0], "dup": out[1]}
     check_gated("gated_backward", activation, gate=gate, up=up, dy=dy, **outs)
     if out is None:
-        out = tuple(torch.empty(gate.shape, device=gate.device, dtype=gate.dtype) for _ in range(2))
-    _launch("gated_backward", activation, gate, up, dy, out, key)
+        out = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype), gate.new_empty(gate.shape)
+    _launch("gated_backward", activation, gate, up, dy, out)
     return written(out[0]), written(out[1])
 
 
 def _launch(
-    operation: str, activation: str, gate: Tensor, up: Tensor, dy: Tensor | None, outs: tuple[Tensor, Tensor],
-    key: tuple | None = None,
-) -> None:  # fmt: skip
-    """key: to remember the call, if it copies nothing."""
+    operation: str, activation: str, gate: Tensor, up: Tensor, dy: Tensor | None, outs: tuple[Tensor, Tensor]
+) -> None:
     t, h = gate.shape
     if t == 0:
         return
-    given = gate, up, gate if dy is None else dy
-    gate, up, dy_rows = (_readable(x) for x in given)
+    gate, up, dy_rows = map(_fp32_for_interpreter, (gate, up, gate if dy is None else dy))
     step = 2 if gate.stride(1) == up.stride(1) == 2 else 1  # interleaved, or not
     gate, up = (x if x.stride(1) == step else x.contiguous() for x in (gate, up))
     dy_rows = dy_rows if dy_rows.stride(1) == 1 else dy_rows.contiguous()
@@ -130,21 +144,179 @@ def _launch(
         y = torch.empty((t, h), device=gate.device, dtype=torch.float32 if interpreting() else outs[0].dtype)
         stored = y, y if dy is None else torch.empty_like(y)
     columns = min(COLUMNS, max(32, next_power_of_2(h)))
-    tensors = gate, up, dy_rows, *stored
-    strides = tuple(x.stride(0) for x in (gate, up, dy_rows, stored[0]))
-    numbers, grid = (*strides, gate.stride(1), stored[0].stride(1), h), (t, cdiv(h, columns))
-    constants = (columns, *ACTIVATIONS[activation], _DTYPES[outs[0].dtype], dy is not None)
+    strides = [x.stride(0) for x in (gate, up, dy_rows, stored[0])]
     with launch_on(gate, operation):
-        launch = _gated(
-            gate.device.index, grid, (*tensors, *numbers), constants, num_warps=max(1, columns // 256)
+        _gated(
+            gate.device.index, (t, cdiv(h, columns)),
+            (gate, up, dy_rows, *stored, *strides, gate.stride(1), stored[0].stride(1), h),
+            (columns, *ACTIVATIONS[activation], _DTYPES[outs[0].dtype], dy is not None),
+            num_warps=max(1, columns // 256),
         )  # fmt: skip
     if stored is not outs:
         for x, y in zip(outs, stored, strict=True):
             x.copy_(y)
-    elif all(x is y for x, y in zip(given, tensors, strict=False)):
-        remember(key, launch, outs[:1], (*numbers, *constants), grid)
+
+
+# --- with torch's bits ----------------------------------------------------------------------------------------------
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_GELU_PDF = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+_TANH_BETA = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+_TANH_KAPPA = tl.constexpr(0.044715)
+_TANH_KAPPA_3 = tl.constexpr(3 * 0.044714998453855515)  # of kappa rounded to fp32
+
+
+@triton.jit
+def _exp(x, LIBDEVICE: tl.constexpr):
+    return libdevice.exp(x) if LIBDEVICE else tl.exp(x)
+
+
+@triton.jit
+def _erf(x, LIBDEVICE: tl.constexpr):
+    return libdevice.erf(x) if LIBDEVICE else tl.erf(x)
+
+
+@triton.jit
+def _tanh(x, LIBDEVICE: tl.constexpr):
+    return libdevice.tanh(x) if LIBDEVICE else 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _one_over_one_plus_exp(g, LIBDEVICE: tl.constexpr):
+    return tl.div_rn(tl.full(g.shape, 1.0, tl.float32), 1.0 + _exp(-g, LIBDEVICE))
+
+
+@triton.jit
+def _tanh_of_gelu(g, LIBDEVICE: tl.constexpr):
+    cube = (g * g) * g
+    return _tanh(tl.fma(tl.full(g.shape, _TANH_KAPPA, tl.float32), cube, g) * _TANH_BETA, LIBDEVICE)
+
+
+@triton.jit
+def _act(g, KIND: tl.constexpr, LIBDEVICE: tl.constexpr):
+    if KIND == "silu":
+        return tl.div_rn(g, 1.0 + _exp(-g, LIBDEVICE))
+    elif KIND == "gelu":
+        return (g * 0.5) * (1.0 + _erf(g * _SQRT_HALF, LIBDEVICE))
+    elif KIND == "gelu_tanh":
+        return (0.5 * g) * (1.0 + _tanh_of_gelu(g, LIBDEVICE))
+    else:
+        return tl.where(g <= 0.0, 0.0, g)  # NaN stays
+
+
+@triton.jit
+def _dgate(dact, g, KIND: tl.constexpr, LIBDEVICE: tl.constexpr):
+    one = tl.full(g.shape, 1.0, tl.float32)
+    if KIND == "silu":
+        sigmoid = _one_over_one_plus_exp(g, LIBDEVICE)
+        return (dact * sigmoid) * tl.fma(g, 1.0 - sigmoid, one)
+    elif KIND == "gelu":
+        cdf = 0.5 * (1.0 + _erf(g * _SQRT_HALF, LIBDEVICE))
+        pdf = _exp((-0.5 * g) * g, LIBDEVICE) * _GELU_PDF
+        return dact * (cdf + g * pdf)
+    elif KIND == "gelu_tanh":
+        tanh = _tanh_of_gelu(g, LIBDEVICE)
+        left, right = 0.5 * g, 1.0 + tanh
+        of_inner = tl.fma(tl.full(g.shape, _TANH_KAPPA_3, tl.float32), g * g, one) * _TANH_BETA
+        of_left, factor = 0.5 * right, left * tl.fma(-tanh, tanh, one)
+        return dact * (of_left + factor * of_inner)
+    else:
+        return tl.where(g <= 0.0, 0.0, dact)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _torch_gated_kernel(
+    gate_ptr, up_ptr, dy_ptr, first_ptr, second_ptr, stride_gate, stride_up, stride_dy, stride_first, stride_second,
+    blocks, H,
+    COLUMNS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, BACKWARD: tl.constexpr, LIBDEVICE: tl.constexpr,
+):  # fmt: skip
+    # Stores y, or dgate and dup. A row has this number of blocks.
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = cols < H
+    gate = tl.load(gate_ptr + row * stride_gate + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + cols, mask=inside, other=0.0).to(tl.float32)
+    act = _act(gate, KIND, LIBDEVICE).to(DTYPE).to(tl.float32)
+    first = first_ptr + row * stride_first + cols
+    if BACKWARD:
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
+        dact = (dy * up).to(DTYPE).to(tl.float32)
+        tl.store(first, _dgate(dact, gate, KIND, LIBDEVICE).to(first_ptr.dtype.element_ty), mask=inside)
+        second = second_ptr + row * stride_second + cols
+        tl.store(second, (dy * act).to(second_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(first, (act * up).to(first_ptr.dtype.element_ty), mask=inside)
+
+
+_torch_gated = Kernel(_torch_gated_kernel, enable_fp_fusion=False)
+
+
+def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, contiguous [.., H], for gate and up [.., H] of any strides and one of three dtypes.
+
+    activation: "silu", "gelu", "gelu_tanh" or "relu". Raises TypeError for a dtype and ValueError for what else does
+    not fit.
+    """
+    check_torch_gated("torch_gated_forward", activation, gate=gate, up=up)
+    y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
+    _launch_torch("torch_gated_forward", activation, gate, up, None, (y,))
+    return y
+
+
+def torch_gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dgate, dup), each contiguous [.., H]; arguments and errors as for `torch_gated_forward`.
+
+    out: tensors to write into, of gate's shape and dtype, such as the halves of one.
+    """
+    outs = {} if out is None else {"dgate": out[0], "dup": out[1]}
+    check_torch_gated("torch_gated_backward", activation, gate=gate, up=up, dy=dy, **outs)
+    made = out or tuple(torch.empty(gate.shape, device=gate.device, dtype=gate.dtype) for _ in range(2))
+    _launch_torch("torch_gated_backward", activation, gate, up, dy, made)
+    return made[0], made[1]
+
+
+def _launch_torch(
+    operation: str, activation: str, gate: Tensor, up: Tensor, dy: Tensor | None, outs: tuple[Tensor, ...]
+) -> None:
+    if gate.numel() == 0:
+        return
+    read = [_readable(x) for x in (gate, up, gate if dy is None else dy)]
+    stored = [_writable(x) for x in outs]
+    pointers = *read, stored[0], stored[-1]
+    rows, h = read[0].shape
+    if all(x.is_contiguous() for x in pointers):  # one row
+        rows, h = 1, rows * h
+    columns = min(COLUMNS, max(32, next_power_of_2(h)))
+    blocks = cdiv(h, columns)
+    strides = [x.stride(0) if rows > 1 else 0 for x in pointers]
+    with launch_on(gate, operation):
+        _torch_gated(
+            gate.device.index, (rows * blocks,), (*pointers, *strides, blocks, h),
+            (columns, activation, _DTYPES[outs[0].dtype], dy is not None, not interpreting()),
+            num_warps=max(1, columns // 256),
+        )  # fmt: skip
+    for x, y in zip(outs, stored, strict=True):
+        if x.data_ptr() != y.data_ptr():
+            x.copy_(y.view(x.shape))
 
 
 def _readable(x: Tensor) -> Tensor:
-    x = x.resolve_neg()
-    return x.float() if interpreting() else x  # the interpreter gets bfloat16 subnormals wrong
+    """[rows, H], with columns of stride 1: a view where there is one."""
+    x = _fp32_for_interpreter(x)
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _writable(x: Tensor) -> Tensor:
+    """[rows, H] of the same memory, or else new memory."""
+    h = x.shape[-1]
+    if not interpreting():
+        try:
+            rows = x.view(-1, h)
+        except RuntimeError:  # its strides allow none
+            rows = None
+        if rows is not None and (rows.stride(1) == 1 or h == 1):
+            return rows
+    return torch.empty((x.numel() // h, h), device=x.device, dtype=torch.float32 if interpreting() else x.dtype)

@@ -23,15 +23,13 @@ own, so no compiler's choice of where to fuse them can show, and the sums over r
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import KnownCall, find, find_call, keep, key_of, remember
-from ..launch import Launches, can_overlap, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import can_overlap, cdiv, interpreting, launch_on, next_power_of_2
+from ..plans import Kernel
 from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
@@ -228,9 +226,9 @@ def _fold_kernel(
 
 
 # Every operation rounds on its own: see the top of this file.
-_forward = Launches(_forward_kernel, enable_fp_fusion=False)
-_backward = Launches(_backward_kernel, enable_fp_fusion=False)
-_fold = Launches(_fold_kernel, enable_fp_fusion=False, num_warps=2)
+_forward = Kernel(_forward_kernel, enable_fp_fusion=False)
+_backward = Kernel(_backward_kernel, enable_fp_fusion=False)
+_fold = Kernel(_fold_kernel, enable_fp_fusion=False, num_warps=2)
 
 
 def row_chunk(h: int) -> tuple[int, int]:
@@ -296,27 +294,11 @@ def norm_forward(
     LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
     ValueError for a shape, a device or an eps that does not fit.
     """
-    key, known = find_call(("norm_forward", eps, rms, zero_centered, out_dtype), x, weight, bias)
-    if known is not None:
-        launch, index, new, (of_y, of_rstd), numbers, grid = known
-        y, rstd = new(*of_y), new(*of_rstd)
-        mean, at = None, rstd.data_ptr()
-        at_mean = at
-        if not rms:
-            mean = new(*of_rstd)
-            at_mean = mean.data_ptr()
-        w = weight.data_ptr()
-        launch(
-            index, x.data_ptr(), w, w if bias is None else bias.data_ptr(), y.data_ptr(), at_mean, at, *numbers,
-            grid=grid,
-        )  # fmt: skip
-        return y, mean, rstd
     check_forward("norm_forward", x, weight, bias, eps, out_dtype)
-    given = x
-    x = as_rows(x)
+    shape, x = x.shape, as_rows(x)
     t, h = x.shape
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    y = torch.empty(given.shape, device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
+    y = torch.empty(shape, device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
     mean, rstd = (torch.empty(t, device=x.device, dtype=torch.float32) for _ in range(2))
     if t > 0:
         x_rows, stride = _rows(x)
@@ -324,11 +306,9 @@ def norm_forward(
         with launch_on(x, "norm_forward"):
             chunk, warps = row_chunk(h)
             constants = (h, chunk, rms, zero_centered, bias is not None, keeps_row(h, rms))
-            launch = _forward(
+            _forward(
                 x.device.index, (t,), (x_rows, w, b, y, mean, rstd, stride, float(eps)), constants, num_warps=warps
             )
-        if x_rows.data_ptr() == given.data_ptr() and w is weight and (bias is None or b is bias):
-            remember(key, launch, (y, rstd), (stride, float(eps), *constants), (t,))
     return y.to(out_dtype), None if rms else mean, rstd
 
 
@@ -366,17 +346,6 @@ def norm_weight_partial_sums(
     return _launch_backward("norm_weight_partial_sums", dy, x, None, mean, rstd, rms, False, rows_per_sum, with_bias)[1]
 
 
-class _KnownOfHeads(NamedTuple):
-    """The calls that `norm_backward_of_heads` is made of, all of them known."""
-
-    index: int
-    of_blocks: KnownCall
-    of_heads: KnownCall
-    of_x: KnownCall
-    of_weight: KnownCall | None
-    sums: tuple  # the layout of what of_heads makes, seen as [heads, H]
-
-
 def norm_backward_of_heads(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, rows_per_sum: int, rms: bool,
     zero_centered: bool, folded: bool = True,
@@ -384,42 +353,13 @@ def norm_backward_of_heads(
     """dx and dweight of a norm over each head of x [.., heads, H], contiguous like dy: `norm_backward_input`, and one
     partial sum for each head over all tokens, in blocks of rows_per_sum; dweight is their sum in head order. Not
     `folded`: those sums instead of dweight, float32 [heads, H]."""
-    options = "norm_backward_of_heads", rms, zero_centered, rows_per_sum, folded
-    key, known = find_call(options, dy, x, weight, mean, rstd)
-    if known is not None:
-        _, of_blocks, of_heads, of_x, of_weight, sums_layout = known
-        new, at_dy, at_x, at_rstd = of_blocks.new, dy.data_ptr(), x.data_ptr(), rstd.data_ptr()
-        at_mean = at_rstd if rms or mean is None else mean.data_ptr()
-        blocks, sums, dx = new(*of_blocks.layouts[1]), new(*sums_layout), new(*of_x.layouts[0])
-        at_blocks, at_sums, at_dx = blocks.data_ptr(), sums.data_ptr(), dx.data_ptr()
-        of_blocks.at(at_dy, at_x, at_x, at_mean, at_rstd, 0, at_blocks)
-        of_heads.at(at_blocks, at_sums, at_sums)
-        of_x.at(at_dy, at_x, weight.data_ptr(), at_mean, at_rstd, at_dx, 0)
-        if of_weight is None:
-            return dx, sums
-        dweight = new(*of_weight.layouts[0])
-        at_dweight = dweight.data_ptr()
-        of_weight.at(at_sums, at_dweight, at_dweight)
-        return dx, dweight
     heads, h = x.shape[-2:]
     rows = [t.view(-1, heads * h) for t in (dy, x)]
     by_head = [None if t is None else t.view(-1, heads) for t in (mean, rstd)]
-    blocks = norm_weight_partial_sums(*rows, *by_head, rows_per_sum=rows_per_sum, rms=rms, with_bias=False)
-    flat = fold_partial_sums(blocks)
-    sums = flat.view(heads, h)
+    sums = norm_weight_partial_sums(*rows, *by_head, rows_per_sum=rows_per_sum, rms=rms, with_bias=False)
+    sums = fold_partial_sums(sums).view(heads, h)
     dx = norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
-    dweight, _ = fold_weight_gradients(sums, weight.dtype, None) if folded else (sums, None)
-    found = [
-        find(key_of(("norm_weight_partial_sums", rms, False, rows_per_sum, False), *rows, None, *by_head)),
-        find(key_of(("fold_partial_sums", None, None), blocks)),
-        find(key_of(("norm_backward_input", rms, zero_centered, None, False), dy, x, weight, mean, rstd)),
-    ]
-    if folded:
-        found.append(find(key_of(("fold_weight_gradients", weight.dtype, None), sums)))
-    if all(found):
-        layout_of_sums = tuple(sums.shape), sums.stride(), sums.dtype
-        keep(key, _KnownOfHeads(found[0].index, *found, *(() if folded else (None,)), layout_of_sums))
-    return dx, dweight
+    return dx, fold_partial_sums(sums, weight.dtype) if folded else sums
 
 
 def _launch_backward(
@@ -427,18 +367,8 @@ def _launch_backward(
     zero_centered: bool, rows_per_sum: int | None, with_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
-    key, known = find_call((operation, rms, zero_centered, rows_per_sum, with_bias), dy, x, weight, mean, rstd)
-    if known is not None:
-        launch, index, new, (of_dx, of_sums), numbers, grid = known
-        dx, sums = new(*of_dx), new(*of_sums)
-        at_x, at = x.data_ptr(), rstd.data_ptr()
-        launch(
-            index, dy.data_ptr(), at_x, at_x if weight is None else weight.data_ptr(),
-            at if rms or mean is None else mean.data_ptr(), at, dx.data_ptr(), sums.data_ptr(), *numbers, grid=grid,
-        )  # fmt: skip
-        return dx, sums
     heads = check_backward(operation, dy, x, mean, rstd, rms, heads=weight is None)
-    given_dy, given_x = dy, x
+    shape = (0, x.shape[-1]) if weight is None else x.shape
     dy, x = as_rows(dy), as_rows(x)
     t, h = x.shape
     if weight is not None:
@@ -446,8 +376,7 @@ def _launch_backward(
     if rows_per_sum is not None:
         check_rows_per_sum(operation, rows_per_sum)
     rows, count = 0 if weight is None else t, 0 if rows_per_sum is None else cdiv(t, rows_per_sum)
-    shape, stored = (0, h) if weight is None else given_x.shape, torch.float32 if interpreting() else x.dtype
-    dx = torch.empty(shape, device=x.device, dtype=stored)
+    dx = torch.empty(shape, device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
     sums = torch.empty((count, 2 * h if with_bias else h), device=x.device, dtype=torch.float32)
     if t > 0:
         (dy_rows, dy_stride), (x_rows, x_stride), rstd_there = _rows(dy), _rows(x), _contiguous(rstd)
@@ -461,14 +390,10 @@ def _launch_backward(
         constants = h, chunk, rms, zero_centered, columns, at_once, heads, can_overlap(x.device.index)
         grid = (count * sum_programs + rows,)
         with launch_on(x, operation):
-            launch = _backward(
+            _backward(
                 x.device.index, grid, (dy_rows, x_rows, w, mean_there, rstd_there, dx, sums, *numbers), constants,
                 num_warps=warps,
             )  # fmt: skip
-        as_given = dy_rows.data_ptr() == given_dy.data_ptr() and x_rows.data_ptr() == given_x.data_ptr()
-        as_given = as_given and rstd_there is rstd and (rms or mean_there is mean)
-        if as_given and (weight is None or w is weight):
-            remember(key, launch, (dx, sums), (*numbers, *constants), grid)
     return dx.to(x.dtype), sums
 
 
@@ -494,17 +419,6 @@ def fold_weight_gradients(
 def _launch_fold(
     operation: str, sums: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    key, known = find_call((operation, weight_dtype, bias_dtype), sums)
-    if known is not None:
-        launch, index, new, results, numbers, grid = known
-        made = new(*results[0])
-        other, at = None, made.data_ptr()
-        at_other = at
-        if bias_dtype is not None:
-            other = new(*results[1])
-            at_other = other.data_ptr()
-        launch(index, sums.data_ptr(), at, at_other, *numbers, grid=grid)
-        return made, other
     check_fold(operation, sums, weight_dtype, bias_dtype)
     halves = 1 if bias_dtype is None else 2
     count, h = sums.shape[0], sums.shape[1] // halves
@@ -514,11 +428,9 @@ def _launch_fold(
     sums_there, grid = _contiguous(sums), (cdiv(h, FOLD_COLUMNS), halves)
     constants = FOLD_COLUMNS, FOLD_AT_ONCE, overlap
     with launch_on(sums, operation):
-        launch = _fold(
+        _fold(
             sums.device.index, grid, (sums_there, outs[0], outs[-1], count, h), constants,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
-    if sums_there is sums:
-        remember(key, launch, outs, (count, h, *constants), grid)
     folded = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]
     return folded[0], folded[1] if halves == 2 else None

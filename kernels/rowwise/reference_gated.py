@@ -1,12 +1,51 @@
-"""Gated activations for a CPU: plain torch, the contract of gated.py, one operation at a time."""
+"""Gated activations for a CPU: plain torch, the contract of gated.py, and what both take. No Triton here."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..elementwise import in_whole_vectors_
-from .gated_checks import ACTIVATIONS, check_gated
+from ..dtypes import DTYPES
+from ..elementwise import in_whole_vectors, in_whole_vectors_
+from .norm_checks import check
+
+
+class Numbers(NamedTuple):
+    """Those of gated.py's formulas; a limit of 0 stands for none."""
+
+    scale: float
+    cubic: float = 0.0
+    limit: float = 0.0
+
+
+ACTIVATIONS = {
+    "silu": Numbers(1.0),
+    "gelu_tanh": Numbers(2 * math.sqrt(2 / math.pi), cubic=0.044715),
+    "clamped_silu": Numbers(1.702, limit=7.0),
+}
+
+
+def check_gated(operation: str, activation: str, **tensors: Tensor) -> None:
+    """Raise unless all tensors are [T, H] of the first one's shape, device and dtype."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{operation}: activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+    first, *others = tensors.items()
+    check(operation, *first, None, first[1])
+    for name, tensor in others:
+        check(operation, name, tensor, tuple(first[1].shape), first[1], (first[1].dtype,))
+
+
+def halves(x: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """(gate, up), views of x [.., 2 H] that holds them one after the other, or a column of each in turn."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"halves: x has shape {tuple(x.shape)}; allowed: an even last dim, for gate and up")
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+    return gate, up
 
 
 def _exp_and_slope(g: Tensor, activation: str) -> tuple[Tensor, Tensor | float]:
@@ -50,3 +89,62 @@ def gated_backward(
         grads = tuple(torch.where(passed, grad, 0.0) for passed, grad in zip(passes, grads, strict=True))
     dgate, dup = out or (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     return dgate.copy_(grads[0]), dup.copy_(grads[1])
+
+
+# --- with torch's bits: its own operators, in blocks of full vectors (kernels/elementwise.py) -------------------------
+
+# of each activation the function of gate, and its backward, a function of its gradient and gate
+_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+    "relu": F.relu,
+}
+_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": lambda grad, gate: torch.ops.aten.gelu_backward(grad, gate, approximate="tanh"),
+    "relu": lambda grad, gate: torch.ops.aten.threshold_backward(grad, gate, 0),
+}
+
+
+TORCH_ACTIVATIONS = tuple(_FORWARD)
+
+
+def check_torch_gated(operation: str, activation: str, **tensors: Tensor) -> None:
+    """Raise unless all tensors are [.., H] of the first one's shape, device and dtype."""
+    if activation not in TORCH_ACTIVATIONS:
+        raise ValueError(f"{operation}: activation is {activation!r}; allowed: {', '.join(TORCH_ACTIVATIONS)}")
+    first, like = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{operation}: {name} is a {type(x).__name__}; allowed: a torch.Tensor")
+        if x.dtype not in DTYPES or x.dtype != like.dtype:
+            raise TypeError(
+                f"{operation}: {name} has dtype {x.dtype}; allowed: {first}'s, one of {', '.join(map(str, DTYPES))}"
+            )
+        if x.dim() == 0 or x.shape[-1] == 0 or x.shape != like.shape:
+            raise ValueError(
+                f"{operation}: {name} has shape {tuple(x.shape)}; allowed: [.., H] with H at least 1, that of {first}"
+            )
+        if x.device != like.device:
+            raise ValueError(f"{operation}: {name} is on {x.device}; allowed: the device of {first}, {like.device}")
+
+
+def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """See gated.torch_gated_forward."""
+    check_torch_gated("torch_gated_forward", activation, gate=gate, up=up)
+    return (in_whole_vectors(_FORWARD[activation], gate) * up).contiguous()
+
+
+def torch_gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """See gated.torch_gated_backward."""
+    outs = {} if out is None else {"dgate": out[0], "dup": out[1]}
+    check_torch_gated("torch_gated_backward", activation, gate=gate, up=up, dy=dy, **outs)
+    dgate = in_whole_vectors(_BACKWARD[activation], dy * up, gate)
+    dup = dy * in_whole_vectors(_FORWARD[activation], gate)
+    if out is None:
+        return dgate.contiguous(), dup.contiguous()
+    return out[0].copy_(dgate), out[1].copy_(dup)

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find_call, remember
-from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
-from .rope_checks import check_rope
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..plans import Kernel
+from .reference_rope import check_rope
 
 PAIRS = 512  # of a program, about
 
@@ -96,7 +96,7 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-_rope = Launches(_rope_kernel, enable_fp_fusion=False)
+_rope = Kernel(_rope_kernel, enable_fp_fusion=False)
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -109,12 +109,6 @@ def rope(
     one dtype, bfloat16, float16 or float32, any strides. The results are dense, their dims in the order of the strides
     of what they are made of. Raises TypeError for a dtype and ValueError for a shape or a device that does not fit.
     """
-    key, known = find_call(("rope", interleaved, backward), q, k, cos, sin)
-    if known is not None:
-        made_q, *more = known.results()
-        made_k = more[0] if more else None
-        known.run(q, q if k is None else k, cos, sin, made_q, made_q if made_k is None else made_k)
-        return made_q, made_k
     check_rope("rope", q, k, cos, sin)
     given = tuple(x for x in (q, k) if x is not None)
     read, (cos_read, sin_read) = [_readable(x) for x in given], [_readable(x) for x in (cos, sin)]
@@ -135,13 +129,10 @@ def rope(
         constants = r, d, padded, rest, at_once, interleaved, _DTYPES[q.dtype], backward
         grid = (batch * s * blocks, 1, 1)
         with launch_on(q, "rope"):
-            launch = _rope(
+            _rope(
                 q.device.index, grid, (read[0], read[-1], cos_read, sin_read, made[0], made[-1], *numbers), constants,
                 num_warps=max(1, min(4, at_once * padded // 128)),
             )  # fmt: skip
-        as_given = all(x is y for x, y in zip((*read, cos_read, sin_read), (*given, cos, sin), strict=True))
-        if as_given:
-            remember(key, launch, made, (*numbers, *constants), grid)
     made = [x.to(q.dtype) for x in made]
     return made[0], made[1] if k is not None else None
 

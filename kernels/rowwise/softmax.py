@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, Launches, interpreting, launch_on
+from ..launch import interpreting, launch_on
+from ..plans import Kernel
 from .norm import _rows, row_chunk
 from .norm_checks import check
 
@@ -82,12 +83,10 @@ def _softmax_backward_kernel(dy_ptr, y_ptr, dots_ptr, dx_ptr, H, CHUNK: tl.const
         tl.store(dx_ptr + row + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < H)
 
 
-_softmax = Launches(_softmax_kernel, enable_fp_fusion=False)
-_sums = Launches(_sums_kernel, enable_fp_fusion=False)
-_sums_of_products = Launches(_sums_of_products_kernel, enable_fp_fusion=False)
-_softmax_backward = Launches(_softmax_backward_kernel, enable_fp_fusion=False)
-_prepared_sums: dict[tuple, tuple[Launch, tuple]] = {}  # calls that need no more than their launch
-_MAX_PREPARED = 4096
+_softmax = Kernel(_softmax_kernel, enable_fp_fusion=False)
+_sums = Kernel(_sums_kernel, enable_fp_fusion=False)
+_sums_of_products = Kernel(_sums_of_products_kernel, enable_fp_fusion=False)
+_softmax_backward = Kernel(_softmax_backward_kernel, enable_fp_fusion=False)
 
 
 def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
@@ -127,22 +126,11 @@ def softmax_backward(dy: Tensor, y: Tensor, *, out_dtype: torch.dtype) -> Tensor
 def row_sums(x: Tensor, *, divisor: int, out_dtype: torch.dtype) -> Tensor:
     """The sum of each row of x [T, H], divided by `divisor` -> [T] of out_dtype; arguments and errors as of softmax."""
     check("row_sums", "x", x, None, x)
-    key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, out_dtype, divisor, x.get_device()
-    before = _prepared_sums.get(key)
-    if before is not None and key[-1] == torch.cuda.current_device():
-        run, numbers = before
-        y = torch.empty(key[0][0], device=x.device, dtype=out_dtype)
-        run(key[-1], x, y, *numbers, grid=(key[0][0], 1, 1))
-        return y
     y = torch.empty(x.shape[0], device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
     if x.shape[0] > 0:
         rows, stride = _rows(x)
         with launch_on(x, "row_sums"):
             chunk, warps = row_chunk(x.shape[1])
-            numbers = stride, x.shape[1], float(divisor)
-            run = _sums(x.device.index, (x.shape[0],), (rows, y, *numbers), (chunk,), num_warps=warps)
-            if rows is x and not interpreting():
-                if len(_prepared_sums) >= _MAX_PREPARED:
-                    _prepared_sums.clear()
-                _prepared_sums[key] = run, (*numbers, chunk)
+            args = rows, y, stride, x.shape[1], float(divisor)
+            _sums(x.device.index, (x.shape[0],), args, (chunk,), num_warps=warps)
     return y.to(out_dtype)

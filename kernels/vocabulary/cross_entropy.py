@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..known_calls import find_call, remember
-from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..plans import Kernel
 from .loss_spec import LossSpec, as_rows
 
 MAX_BLOCK = 4096  # columns at a time; sets the speed only
@@ -280,12 +280,12 @@ def _grad_kernel(
     tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-_extremes = Launches(_extremes_kernel, enable_fp_fusion=False, **_ASSERTING)
-_sums = Launches(_sums_kernel, enable_fp_fusion=False)
-_token_losses = Launches(_losses_kernel, enable_fp_fusion=False)
-_whole = Launches(_whole_kernel, enable_fp_fusion=False, **_ASSERTING)
-_total = Launches(_total_kernel, enable_fp_fusion=False)
-_grad = Launches(_grad_kernel, enable_fp_fusion=False)
+_extremes = Kernel(_extremes_kernel, enable_fp_fusion=False, **_ASSERTING)
+_sums = Kernel(_sums_kernel, enable_fp_fusion=False)
+_token_losses = Kernel(_losses_kernel, enable_fp_fusion=False)
+_whole = Kernel(_whole_kernel, enable_fp_fusion=False, **_ASSERTING)
+_total = Kernel(_total_kernel, enable_fp_fusion=False)
+_grad = Kernel(_grad_kernel, enable_fp_fusion=False)
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
@@ -366,11 +366,6 @@ def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spe
 
 def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(losses [T], stats [2, T]) of a vocabulary in one part, with the bits of the three functions, see loss_spec."""
-    key, known = find_call(("whole_losses", spec), logits, target)
-    if known is not None:
-        losses, stats = known.results()
-        known.run(logits, target, losses, stats)
-        return losses, stats
     rows, ids = as_rows("whole_losses", logits, target, spec.vocabulary)
     t = ids.shape[0]
     losses = torch.empty((t,), device=logits.device, dtype=torch.float32)
@@ -385,32 +380,23 @@ def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor
         )  # fmt: skip
         constants = 2.0**bits, bits, block, smoothing > 0, z_loss > 0
         with launch_on(logits, "whole_losses"):
-            launch = _whole(
+            _whole(
                 logits.device.index, (t,), (x, ids, losses, stats, *numbers), constants, num_warps=warps
             )  # fmt: skip
-        if _same_memory((x, logits), (ids, target)):
-            remember(key, launch, (losses, stats), (*numbers, *constants), (t,))
     return losses, stats
 
 
 def sum_of_tokens(losses: Tensor, target: Tensor, spec: LossSpec, *, mean: bool) -> tuple[Tensor, Tensor | None]:
     """(total, count or None), see loss_spec. One order for each number of tokens."""
-    key, known = find_call(("sum_of_tokens", spec.ignore_index, mean), losses, target)
-    if known is not None:
-        total, *count = known.results()
-        known.run(losses, target, total, *(count or (total,)))
-        return total, count[0] if mean else None
     ids = target.reshape(-1)
     results = [torch.empty((), device=losses.device, dtype=torch.float32)]
     if mean:
         results.append(torch.empty((), device=losses.device, dtype=torch.int64))
     numbers, constants = (ids.stride(0), spec.ignore_index, losses.shape[0]), (LANES, mean)
     with launch_on(losses, "sum_of_tokens"):
-        launch = _total(
+        _total(
             losses.device.index, (1,), (losses, ids, results[0], results[-1], *numbers), constants, num_warps=8
         )  # fmt: skip
-    if _same_memory((ids, target)):
-        remember(key, launch, results, (*numbers, *constants), (1,))
     return results[0], results[1] if mean else None
 
 
@@ -419,11 +405,6 @@ def logits_grad(
     spec: LossSpec,
 ) -> Tensor:  # fmt: skip
     """dlogits [.., N] of one part of the vocabulary, by the formula at the top, see loss_spec."""
-    key, known = find_call(("logits_grad", spec, columns, first), grad, logits, target, stats, count)
-    if known is not None:
-        (dx,) = known.results()
-        known.run(grad, logits, target, stats, stats if count is None else count, dx)
-        return dx
     rows, ids = as_rows("logits_grad", logits, target, columns)
     t, n = rows.shape
     dx = torch.empty(logits.shape, device=logits.device, dtype=torch.float32 if interpreting() else logits.dtype)
@@ -436,15 +417,8 @@ def logits_grad(
         )  # fmt: skip
         constants, grid = (block, count is not None, spec.z_loss > 0), (t, cdiv(n, block))
         with launch_on(logits, "logits_grad"):
-            launch = _grad(
+            _grad(
                 logits.device.index, grid, (grads, x, ids, stats, stats if count is None else count, dx, *numbers),
                 constants, num_warps=warps,
             )  # fmt: skip
-        if _same_memory((x, logits), (ids, target), (grads, grad)):
-            remember(key, launch, (dx,), (*numbers, *constants), grid)
     return dx.to(logits.dtype)
-
-
-def _same_memory(*pairs: tuple[Tensor, Tensor]) -> bool:
-    """Whether what a kernel was given is no copy of what the call was given."""
-    return all(taken.data_ptr() == given.data_ptr() for taken, given in pairs)

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import DTYPES
-from ..launch import Launches, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..plans import Kernel
 
 OCCURRENCES_PER_SUM = 32  # part of the order of summation
 MAX_BLOCK = 1024  # columns per program; sets the speed only
@@ -66,8 +67,8 @@ def _fold_kernel(
         tl.store(grad_ptr + row.to(tl.int64) * D + cols, total.to(grad_ptr.dtype.element_ty), mask=cols < D)
 
 
-_partial_sums = Launches(_partial_sums_kernel)
-_fold = Launches(_fold_kernel)
+_partial_sums = Kernel(_partial_sums_kernel)
+_fold = Kernel(_fold_kernel)
 
 
 def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tp_invariant.functional.gated import invariant_gated, invariant_gated_halves
-from tp_invariant.kernels.rowwise.gated_checks import halves
+from tp_invariant.kernels.rowwise.reference_gated import halves
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

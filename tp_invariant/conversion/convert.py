@@ -34,7 +34,7 @@ from ..consistency.same_weights import check_same_model
 from ..core.identity import identify
 from ..core.module_hooks import with_key
 from ..functional.attention_choice import SafeSdpa, callers
-from ..functional.regions import gather_sequence, scatter_sequence
+from ..functional.regions import gather_for_layers, gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
 from ..hugging_face import fused
 from ..hugging_face import models as hugging_face
@@ -300,7 +300,7 @@ class _SequenceHooks:
     def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self.group.size > 1:
             self.inside = False
-        return gather_sequence(output, self.group, SEQUENCE_DIM)
+        return gather_for_layers(output, self.group, SEQUENCE_DIM)
 
     def gather_hidden_states(self, owner: nn.Module, args: Any, output: Any) -> Any:
         """Gathers the layers' hidden states (output_hidden_states=True) that have only this rank's tokens."""
@@ -321,11 +321,11 @@ class _SequenceHooks:
 
 
 def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:
-    """gather_sequence with its own node in the autograd graph, also without sequence parallelism.
+    """gather_for_layers with its own node in the autograd graph, also without sequence parallelism.
 
     So autograd first adds the gradients from the block's uses of x, and then the residual's: one order at every degree.
     """
-    return gather_sequence(x.view_as(x), group, dim)
+    return gather_for_layers(x.view_as(x), group, dim)
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.compiled import as_custom_op
 from ..core.differentiation import once_differentiable
 from ..core.layout import reshape_in_place
-from ..kernels.rowwise.gated_checks import halves
+from ..kernels.rowwise.reference_gated import halves
 from ..kernels.select import select
 from .linear import flatten_tokens
 

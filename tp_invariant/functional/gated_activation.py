@@ -13,7 +13,7 @@ from ..kernels.select import select
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS = get_args(Activation)
-_KERNEL = "gated activation of torch"
+_KERNEL = "gated activation"
 
 
 def gated_activation(
@@ -59,7 +59,7 @@ def gated_activation(
 
 
 class GatedActivation(torch.autograd.Function):
-    """y = act(gate) * up. kernels/rowwise/torch_gated.py has the formulas and says what is rounded.
+    """y = act(gate) * up. kernels/rowwise/gated.py has the formulas and says what is rounded.
 
     gate, up, y, dgate, dup  [.., H], of one shape and dtype, sharded in any way
     """

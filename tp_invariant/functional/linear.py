@@ -28,21 +28,12 @@ from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.layout import Stride, fresh_view, reshape_in_place
-from ..gemm.gemm_fn import (
-    GemmFn,
-    column_sums,
-    gemm,
-    gemm_into,
-    ones_that_stay,
-    remember_products,
-    repeat_products,
-    uses_bundled,
-)
+from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.tokens import shared_tokens
 from ..gemm.weights import weight_cache
-from .main_grad import MainGrad, is_asked_for
-from .regions import among_unread_parts, dim_gathered, dim_of_part_read, gather_of
+from .main_grad import MainGrad
+from .regions import among_unread_parts, dim_of_part_read
 
 
 @op_config
@@ -110,32 +101,12 @@ class LinearCall:
 
 def flatten_tokens(x: Tensor) -> Tensor:
     """[.., features] -> [T, features]; a view where strides allow."""
-    if x.dim() < 3:
-        return x if x.dim() == 2 else x.unsqueeze(0)
-    # view takes half of flatten's host time
-    return x.view(-1, x.shape[-1]) if x.is_contiguous() and x.numel() else x.flatten(0, -2)
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
-def _local(
-    call: LinearCall, a: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False
-) -> Tensor:
-    """a [.., K] @ weight [K, N], or weightᵀ of [N, K] if `transposed`, (+ bias), nothing sharded along K."""
-    key, known = repeat_products(call.gemm_fn, ("product", transposed), a, weight, bias)
-    if known is not None:
-        (product,) = known
-        c: Tensor = product(a.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
-        return c
-    rows, b = flatten_tokens(a), weight.t() if transposed else weight
-    shape = (*a.shape[:-1], b.shape[1])
-    c = _shaped(call, gemm(call.gemm_fn, rows, b, bias=bias), shape)
-    if key is not None and _is_same_memory(rows, a):
-        remember_products(key, (rows, b, bias, a.dtype, shape))
-    return c
-
-
-def _is_same_memory(x: Tensor | None, y: Tensor | None) -> bool:
-    """Whether flatten_tokens has made no copy."""
-    return x is y or (x is not None and y is not None and x.data_ptr() == y.data_ptr())
+def _product(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a [.., K] @ b [K, N] (+ bias) -> [.., N], nothing sharded along K."""
+    return _shaped(call, gemm(call.gemm_fn, flatten_tokens(a), b, bias=bias), (*a.shape[:-1], b.shape[1]))
 
 
 def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -143,83 +114,18 @@ def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reshape_in_place(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
 
 
-def _wgrad(call: LinearCall, rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+def _weight_gradient(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """dw = dyᵀ x over all tokens, or None where it is added to weight.main_grad."""
+    dy_by_column, rows = flatten_tokens(dy).t(), flatten_tokens(x)
     if call.main_grad is None:
-        return gemm(call.gemm_fn, rows.t(), x, out_dtype=weight.dtype)
-    gemm_into(call.gemm_fn, rows.t(), x, call.main_grad.buffer(), accumulate=call.main_grad.accumulate)
+        return gemm(call.gemm_fn, dy_by_column, rows, out_dtype=weight.dtype)
+    gemm_into(call.gemm_fn, dy_by_column, rows, call.main_grad.buffer(), accumulate=call.main_grad.accumulate)
     return call.main_grad.done(weight)
 
 
-def _needs_weight_grad(ctx: Any) -> bool:
-    return ctx.needs_input_grad[1] if ctx.call.main_grad is None else is_asked_for(ctx, 1)
-
-
-def _weight_grads(
-    ctx: Any, weight: Tensor, dy: Callable[[], Tensor] | None, x: Callable[[], Tensor] | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """dw and db, each None unless autograd needs it. dy() and x() return all tokens; None where they are not needed."""
-    need_w, need_b = _needs_weight_grad(ctx), ctx.needs_input_grad[2]
-    if not need_w and not need_b:
-        return None, None
-    assert dy is not None and (x is not None or not need_w)
-    all_dy, all_x, bias_dtype = dy(), x() if need_w and x is not None else None, ctx.bias_dtype if need_b else None
-    gemm_fn, main_grad = ctx.call.gemm_fn, ctx.call.main_grad
-    key = known = dw = db = None
-    if main_grad is None:
-        facts = "weight and bias gradients", weight.dtype, bias_dtype
-        key, known = repeat_products(gemm_fn, facts, all_dy, all_x)
-    if known is not None:
-        (of_weight, of_bias, ones), at = known, all_dy.data_ptr()
-        if all_x is not None:
-            dw = of_weight(at, all_x.data_ptr())
-        return dw, None if of_bias is None else of_bias(ones, at)
-    rows, x_rows = flatten_tokens(all_dy), None if all_x is None else flatten_tokens(all_x)
-    if x_rows is not None:
-        dw = _wgrad(ctx.call, rows, x_rows, weight)
-    if bias_dtype is not None:
-        db = column_sums(gemm_fn, rows, out_dtype=bias_dtype)
-    if key is not None and _is_same_memory(rows, all_dy) and _is_same_memory(x_rows, all_x):
-        of_weight = None if dw is None else (rows.t(), x_rows, None, weight.dtype, dw.shape)
-        if db is None:
-            remember_products(key, of_weight, None, None)
-        elif (ones := ones_that_stay(rows)) is not None:
-            remember_products(key, of_weight, (ones, rows, None, bias_dtype, db.shape), ones.data_ptr())
-    return dw, db
-
-
-def _gradients_of_one_rank(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """backward of each kind of layer in a group of one rank, where nothing is sharded."""
-    x, weight = _Linear.saved_tensors_of(ctx)
-    call: LinearCall = ctx.call
-    need_x, need_w, need_b, *_ = ctx.needs_input_grad
-    key = known = None
-    if call.main_grad is None:
-        bias_dtype = ctx.bias_dtype if need_b else None
-        key, known = repeat_products(call.gemm_fn, ("gradients", need_x, need_w, bias_dtype), dy, x, weight)
-    if known is not None:
-        (of_x, of_weight, of_bias, ones), at = known, dy.data_ptr()
-        return (
-            None if of_x is None else of_x(at, weight.data_ptr()),
-            None if of_weight is None else of_weight(at, x.data_ptr()),
-            None if of_bias is None else of_bias(ones, at),
-            None,
-        )
-    given = dy
-    if not dy.is_contiguous():
-        dy = flatten_tokens(dy).view(dy.shape)  # one copy for all products
-    dx = _local(call, dy, weight) if need_x else None
-    dw, db = _weight_grads(ctx, weight, lambda: dy, lambda: x)
-    if key is None:
-        return dx, dw, db, None
-    rows, x_rows = flatten_tokens(dy), flatten_tokens(x)
-    if _is_same_memory(rows, given) and _is_same_memory(x_rows, x):
-        ones = None if db is None else ones_that_stay(rows)
-        of_x = None if dx is None else (rows, weight, None, dy.dtype, dx.shape)
-        of_weight = None if dw is None else (rows.t(), x_rows, None, weight.dtype, dw.shape)
-        of_bias = None if db is None or ones is None else (ones, rows, None, db.dtype, db.shape)
-        if (of_x or of_weight) and (of_bias is None) == (db is None):
-            remember_products(key, of_x, of_weight, of_bias, None if ones is None else ones.data_ptr())
-    return dx, dw, db, None
+def _bias_gradient(call: LinearCall, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """db = column sums of dy, over all tokens."""
+    return column_sums(call.gemm_fn, flatten_tokens(dy), out_dtype=dtype)
 
 
 def _release_if_exclusive(gathered: Pending | None) -> None:
@@ -228,39 +134,60 @@ def _release_if_exclusive(gathered: Pending | None) -> None:
         gathered.release()
 
 
-def _unless_computed(weight: Tensor) -> Tensor | None:
-    """A parameter, which lives as long as its model; not a cast, which hooks on saved tensors may mean to be freed.
-
-    A weak reference could be dead on one rank and alive on another, and what is gathered goes by the object.
-    """
-    return weight if weight.grad_fn is None else None
-
-
 class _Linear(torch.autograd.Function):
+    """What the layers save: x and the weight, and in `ctx` the weight itself, for what goes by the object."""
+
     @staticmethod
     def save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> None:
         ctx.save_for_backward(x, weight)
-        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
-        ctx.weight, ctx.tokens, ctx.gather, ctx.noted = _unless_computed(weight), None, None, None
+        _set_context(ctx, weight, None if bias is None else bias.dtype, call)
 
     @staticmethod
-    def saved_tensors_of(ctx: Any) -> tuple[Tensor, Tensor]:
+    def saved(ctx: Any) -> tuple[Tensor, Tensor]:
         """x and weight. Hooks on saved tensors (checkpointing) may return another tensor object with the weight's
         memory. Then this returns the weight itself, which is the key in the weight cache."""
         x, weight = ctx.saved_tensors
-        original = ctx.weight
-        if original is None or original is weight:
+        if ctx.weight is None or ctx.weight is weight:
             return x, weight
-        state = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for t in (original, weight)]
-        return x, original if state[0] == state[1] else weight
+        ctx.tokens = None  # the tokens, too, are gathered from another object than forward's
+        return x, ctx.weight if _memory_of(ctx.weight) == _memory_of(weight) else weight
+
+
+def _set_context(ctx: Any, weight: Tensor, bias_dtype: torch.dtype | None, call: LinearCall) -> None:
+    ctx.call, ctx.bias_dtype = call, bias_dtype
+    # A parameter lives as long as its model; a cast may be one that hooks on saved tensors mean to be freed. A weak
+    # reference could be dead on one rank and alive on another, and what is gathered goes by the object.
+    ctx.weight = weight if weight.grad_fn is None else None
+    ctx.tokens = ctx.part_read = None
+
+
+def _memory_of(x: Tensor) -> tuple:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
+def _copied_once(dy: Tensor) -> Tensor:
+    """dy, or a copy of it, whose tokens `flatten_tokens` views for every product."""
+    return dy if dy.is_contiguous() else flatten_tokens(dy).view(dy.shape)
+
+
+def _gradients_of_one_rank(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """backward of each kind of layer in a group of one rank, where nothing is sharded."""
+    x, weight = _Linear.saved(ctx)
+    call: LinearCall = ctx.call
+    need_x, need_w, need_b, *_ = ctx.needs_input_grad
+    dy = _copied_once(dy)
+    dx = _product(call, dy, weight) if need_x else None
+    dw = _weight_gradient(call, dy, x, weight) if need_w else None
+    db = _bias_gradient(call, dy, ctx.bias_dtype) if need_b else None
+    return dx, dw, db, None
 
 
 class ColumnLinear(_Linear):
     """Column-parallel: y_shard_n = x_full w_shard_nᵀ + b_shard_n.
 
     x   [.., K] whole, or x_seq_shard under SP     w [N/P, K]     b [N/P] or None     y [.., N/P], all tokens
-    dx = dy W, summed over N, which is sharded: by an owner map; shaped as x. Where x is what gather_sequence returned,
-    and nobody else reads its gradient, dx is this rank's tokens (regions.py)
+    dx = dy W, summed over N, which is sharded: by an owner map; shaped as x. Of what gather_for_layers returned, dx is
+    this rank's tokens, and NaN elsewhere (regions.py)
     dw = dy_shard_nᵀ x_full        db = column sums of dy_shard_n
     """
 
@@ -268,18 +195,16 @@ class ColumnLinear(_Linear):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
         if call.group.size == 1:
-            return _local(call, x, weight, bias, transposed=True)
+            return _product(call, x, weight.t(), bias)
         if call.sequence_parallel and call.grad:
-            # Hooks on saved tensors (checkpointing) may mean x to be freed: it is not held for backward then.
-            hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            x_held, gathers = None if hooked else x, ctx.needs_input_grad[1]
-            ctx.tokens = shared_tokens.called_with(x_held, call.sequence_dim, call.group, gathers=gathers)
-        ctx.gather = None if call.sequence_parallel or not call.grad else gather_of(x, call.group)
-        gathered = call.start_gather_tokens(x, weight)
+            ctx.tokens = shared_tokens.called_with(x, call.sequence_dim, call.group, gathers=ctx.needs_input_grad[1])
+        elif call.grad:
+            ctx.part_read = dim_of_part_read(x, call.group)
+        x_full = call.start_gather_tokens(x, weight)
         try:
-            return _local(call, gathered.wait(), weight, bias, transposed=True)
+            return _product(call, x_full.wait(), weight.t(), bias)
         finally:
-            _release_if_exclusive(gathered)
+            _release_if_exclusive(x_full)
 
     @staticmethod
     @once_differentiable
@@ -287,22 +212,25 @@ class ColumnLinear(_Linear):
         call: LinearCall = ctx.call
         if call.group.size == 1:
             return _gradients_of_one_rank(ctx, dy)
-        x, weight = _Linear.saved_tensors_of(ctx)
+        x, weight = _Linear.saved(ctx)
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
         if ctx.tokens is not None:
             ctx.tokens.x = None
-        need_w = _needs_weight_grad(ctx)
+        dy = _copied_once(dy)
         x_full = call.start_gather_tokens(x, weight) if need_w else None
-        of_part = ctx.noted if ctx.gather is None else dim_of_part_read(x, ctx.gather)
         dgrad = None
-        if ctx.needs_input_grad[0]:
-            dgrad = call.start_product(dy, weight, 0, scatter_dim=of_part, overlapped=need_w)
+        if need_x:
+            dgrad = call.start_product(dy, weight, 0, scatter_dim=ctx.part_read, overlapped=need_w)
         try:
-            dw, db = _weight_grads(ctx, weight, lambda: dy, None if x_full is None else x_full.wait)
+            dw = _weight_gradient(call, dy, x_full.wait(), weight) if x_full is not None else None
+            db = _bias_gradient(call, dy, ctx.bias_dtype) if need_b else None
         finally:
             _release_if_exclusive(x_full)
             del x_full  # frees its memory before dgrad
         dx = None if dgrad is None else dgrad()
-        return dx if dx is None or of_part is None else among_unread_parts(dx, of_part, call.group), dw, db, None
+        if dx is not None and ctx.part_read is not None:
+            dx = among_unread_parts(dx, ctx.part_read, call.group)
+        return dx, dw, db, None
 
 
 class RowLinear(_Linear):
@@ -316,7 +244,7 @@ class RowLinear(_Linear):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
         if call.group.size == 1:
-            return _local(call, x, weight, bias, transposed=True)
+            return _product(call, x, weight.t(), bias)
         if call.sequence_parallel and call.grad:
             ctx.tokens = shared_tokens.before(call.group)
         return call.start_product(x, weight, 1, bias)()
@@ -327,16 +255,19 @@ class RowLinear(_Linear):
         call: LinearCall = ctx.call
         if call.group.size == 1:
             return _gradients_of_one_rank(ctx, dy)
-        x, weight = _Linear.saved_tensors_of(ctx)
+        x, weight = _Linear.saved(ctx)
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
         gathered = Pending(dy, None)
         if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share this gather
             gathered = moves.start_gather_dim(dy, call.sequence_dim, call.group)
-        dy_full = gathered.wait()
+        dy_full = _copied_once(gathered.wait())
         shared_tokens.start(ctx.tokens, weight_cache.ahead_in_graphs)
         ctx.tokens = None
         try:
-            dx = _local(call, dy_full, weight) if ctx.needs_input_grad[0] else None
-            return dx, *_weight_grads(ctx, weight, lambda: dy_full, lambda: x), None
+            dx = _product(call, dy_full, weight) if need_x else None
+            dw = _weight_gradient(call, dy_full, x, weight) if need_w else None
+            db = _bias_gradient(call, dy_full, ctx.bias_dtype) if need_b else None
+            return dx, dw, db, None
         finally:
             gathered.release()
 
@@ -345,12 +276,13 @@ class ReplicatedLinear(_Linear):
     """A replicated weight: y = x Wᵀ + b. Under SP the tokens are sharded; dw and db are sums over all ranks' tokens.
 
     x [.., K]     w [N, K]     b [N] or None     y [.., N]
+    dx = dy W     dw = dy_fullᵀ x_full     db = column sums of dy_full
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         _Linear.save(ctx, x, weight, bias, call)
-        return _local(call, x, weight, bias, transposed=True)
+        return _product(call, x, weight.t(), bias)
 
     @staticmethod
     @once_differentiable
@@ -358,13 +290,14 @@ class ReplicatedLinear(_Linear):
         call: LinearCall = ctx.call
         if call.group.size == 1:
             return _gradients_of_one_rank(ctx, dy)
-        x, weight = _Linear.saved_tensors_of(ctx)
-        need_x, _, need_b, *_ = ctx.needs_input_grad
-        need_w = _needs_weight_grad(ctx)
-        dy_full = call.start_gather_tokens(dy).wait if need_w or need_b else None
-        x_full = call.start_gather_tokens(x).wait if need_w else None
-        dx = _local(call, dy, weight) if need_x else None
-        return dx, *_weight_grads(ctx, weight, dy_full, x_full), None
+        x, weight = _Linear.saved(ctx)
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        dy_full = call.start_gather_tokens(dy) if need_w or need_b else None
+        x_full = call.start_gather_tokens(x) if need_w else None
+        dx = _product(call, dy, weight) if need_x else None
+        dw = _weight_gradient(call, dy_full.wait(), x_full.wait(), weight) if dy_full and x_full else None
+        db = _bias_gradient(call, dy_full.wait(), ctx.bias_dtype) if dy_full and need_b else None
+        return dx, dw, db, None
 
 
 class ExpandBias(torch.autograd.Function):
@@ -401,8 +334,8 @@ def _linear_op(
         return [x.new_empty(shape)]
 
     def restore(ctx: Any, dtypes: Sequence[torch.dtype | None], call: LinearCall) -> None:
-        ctx.call, ctx.bias_dtype = call, dtypes[2]
-        ctx.weight, ctx.tokens, ctx.gather = _unless_computed(ctx.saved_tensors[1]), None, None
+        _set_context(ctx, ctx.saved_tensors[1], dtypes[2], call)
+        ctx.part_read = ctx.noted
 
     return as_custom_op(
         function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore,
@@ -410,11 +343,11 @@ def _linear_op(
     )  # fmt: skip
 
 
-def _dim_of_part_read(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> int | None:
-    return None if call.sequence_parallel else dim_gathered(x, call.group)
+def _part_read(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> int | None:
+    return None if call.sequence_parallel else dim_of_part_read(x, call.group)
 
 
-column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1), _dim_of_part_read)
+column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1), _part_read)
 row_linear = _linear_op(RowLinear, "row_linear", lambda call: (1, call.group.size))
 replicated_linear = _linear_op(ReplicatedLinear, "replicated_linear", lambda call: (1, 1))
 

@@ -10,9 +10,7 @@ operations on them, such as a sum over tokens or an addition in place, run in th
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +23,9 @@ from ..comm.collectives import Group, resolve_group
 from ..comm.moves import gather_along
 from ..consistency.agreement import agreed_in, check_agreement, share_error
 from ..core.compiled import as_custom_op, group_name, stored_copy, traced_op
-from ..core.differentiation import is_executed, once_differentiable
+from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local
 from ..core.layout import Stride, check_divides, deinterleave, shard
-from ..core.torch_private import gradient_hooks_of, node_class, saved_tensors_hooks
 
 # --- operators of two moves, the one the other's adjoint ------------------------------------------------------------
 
@@ -101,22 +98,13 @@ def _part(x: Tensor, dim: int, group: Group) -> Tensor:
     return x.chunk(group.size, dim)[group.rank]
 
 
-class _GatherSequence(torch.autograd.Function):
-    """With a leaf as its last argument a backward can tell whether torch.autograd.grad runs it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, *anchor: Tensor) -> Tensor:
-        _set_context(ctx, None, dim, group)
-        ctx.anchors, ctx.forward = len(anchor), _of_thread.forward
-        return _new_whole(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, group = ctx.configs
-        return _part(grad, dim, group).contiguous(), None, None, *[None] * getattr(ctx, "anchors", 0)
+def _gather(x: Tensor, dim: int, for_layers: bool, group: Group) -> Tensor:
+    return _new_whole(x, dim, group)
 
 
+_GatherSequence = region_function(
+    "_GatherSequence", _gather, lambda grad, dim, for_layers, group: _part(grad, dim, group).contiguous()
+)
 _ScatterSequence = region_function(
     "_ScatterSequence",
     lambda x, dim, group: _part(x, dim, group).clone(memory_format=torch.contiguous_format),
@@ -126,7 +114,7 @@ _gather_sequence = region_op(_GatherSequence, "gather_sequence", gather_scale)
 _scatter_sequence = region_op(_ScatterSequence, "scatter_sequence", scatter_scale)
 
 
-def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Tensor, dim: int, group: Group) -> Tensor:
+def _along_sequence(fn: Callable[..., Tensor], name: str, x: Tensor, dim: int, group: Group, *options: bool) -> Tensor:
     agreed = agreed_in(group)
     try:
         if not -x.dim() <= dim < x.dim():
@@ -138,10 +126,10 @@ def _along_sequence(fn: Callable[[Tensor, int, Group], Tensor], name: str, x: Te
         raise
     dim %= x.dim()
     if group.size == 1:
-        return stored_copy(as_local(x)) if torch.compiler.is_compiling() else fn(x, dim, group)
+        return stored_copy(as_local(x)) if torch.compiler.is_compiling() else fn(x, dim, *options, group)
     facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
     check_agreement(facts, group, x.device, agreed)
-    return fn(x, dim, group, *_anchors(fn, x))
+    return fn(x, dim, *options, group)
 
 
 def gather_sequence(
@@ -152,17 +140,23 @@ def gather_sequence(
     The result is a new contiguous tensor, at TP=1 too. Its adjoint takes this rank's slice of the gradient: a gradient
     of a full tensor is complete on every rank, as everywhere in this library, so nothing is summed over ranks.
 
-    Column-parallel layers that take the result gather no gradient of which only that slice is read. Hooks on the
-    result, `retain_grad`, full backward hooks of modules and torch.autograd.grad get all of it, if all ranks ask: that
-    one rank asks alone is an error. A hook on a node (of `grad_fn`, or by the deprecated `register_backward_hook`) sees
-    NaN in the other ranks' slices.
-
     Raises:
         IndexError: x has no such dim.
         RuntimeError: the ranks' shapes, dtypes or dims differ; the same error on every rank. Ranks compare them at the
             first call of each kind; with TP_INVARIANT_CHECK=1 at every call, and in backward.
     """
-    return _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, resolve_group(tp_group))
+    return _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, resolve_group(tp_group), False)
+
+
+def gather_for_layers(
+    x: Tensor, tp_group: dist.ProcessGroup | DeviceMesh | Group | None, sequence_dim: int = 0
+) -> Tensor:
+    """`gather_sequence`, where nothing but layers and operators reads the result's gradient.
+
+    The adjoint reads this rank's slice of it alone. So column-parallel layers that are given the result compute this
+    slice, and do not gather the others, which are NaN: a hook on the result, or torch.autograd.grad of it, gets these.
+    """
+    return _along_sequence(_gather_sequence, "gather_sequence", x, sequence_dim, resolve_group(tp_group), True)
 
 
 def scatter_sequence(
@@ -180,99 +174,28 @@ def scatter_sequence(
 
 
 # --- gradients of which one part is read ----------------------------------------------------------------------------
-#
-# Of the gradient of what gather_sequence returns, its adjoint reads this rank's part, and nobody else reads any of it
-# unless somebody asks: a hook, retain_grad, or torch.autograd.grad. So a layer that is given such a tensor need not
-# gather its gradient. The parts of other ranks are NaN then, so that a reader who was not found cannot mistake them.
-
-with torch.inference_mode(False):
-    _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # gets no gradient
 
 
-def _anchors(fn: Callable, x: Tensor) -> tuple[Tensor, ...]:
-    """What `fn` gets besides, by which its backward can tell whether torch.autograd.grad runs it."""
-    if torch.compiler.is_compiling() or fn is not _gather_sequence or not x.requires_grad or _of_thread.forward:
-        return ()
-    return (_ANCHOR,)
-
-
-class _Forward:
-    """A forward whose gradients are asked for once it has ended, and of leaves alone."""
-
-    ended = False
-
-
-class _OfThread(threading.local):
-    forward: _Forward | None = None
-
-
-_of_thread = _OfThread()
-
-
-@contextmanager
-def gradients_of_leaves_alone() -> Iterator[None]:
-    """Around a forward: who calls torch.autograd.grad on its graph afterwards asks for gradients of leaves alone."""
-    before, _of_thread.forward = _of_thread.forward, _Forward()
-    try:
-        yield
-    finally:
-        _of_thread.forward.ended = True
-        _of_thread.forward = before
-
-
-def gather_of(x: Tensor, group: Group) -> Any:
-    """The node of the gather_sequence over `group` that returned x; None if x is something else, or has hooks."""
+def dim_of_part_read(x: Tensor, group: Group) -> int | None:
+    """The dim along which only this rank's part of x's gradient is read: where `gather_for_layers` has made x."""
     node: Any = x.grad_fn
-    # hooks on saved tensors (checkpointing) give backward another tensor, which does not know who has hooks on x
-    if type(node) is not _GATHER_NODE or saved_tensors_hooks() is not None:
-        return None
-    if node.group != group or node.configs[0] == x.dim() - 1:  # a part of the features is no part of the tokens
-        return None
-    if gradient_hooks_of(x) or x.retains_grad:  # known already, so that the ranks compare it
-        return None
-    return node if node.anchors or node.forward is not None else None
-
-
-_GATHER_NODE: Any = node_class(_GatherSequence)
-
-
-def dim_of_part_read(x: Tensor, node: Any) -> int | None:
-    """In a backward: the dim along which only this rank's part of x's gradient is read; None if all of it may be.
-
-    node: what `gather_of` has found for x.
-    """
-    of_x: Any = x.grad_fn
-    if of_x is not node or gradient_hooks_of(x) or x.retains_grad or torch.is_anomaly_enabled():
-        return None
-    if node.forward is None:
-        # torch.autograd.grad, which runs what leads to its inputs alone, may have been asked for the gradient of x
-        of_leaves = is_executed(node.next_functions[-1][0]) is True
+    traced_name, settings = traced_op(x)
+    if node is not None and node.name() == "_GatherSequenceBackward":
+        dim, for_layers, of = node.configs
+        for_layers = for_layers and of == group
+    elif traced_name == "gather_sequence_ranks":
+        of, (dim, for_layers, *_), *_ = settings
+        for_layers = for_layers and of == group_name(group)
     else:
-        of_leaves = node.forward.ended
-    return int(node.configs[0]) if of_leaves else None
-
-
-def dim_gathered(x: Tensor, group: Group) -> int | None:
-    """While torch.compile traces: the dim along which gather_sequence over `group` has made x; None if it has not.
-
-    A graph's gradients are asked for by the compiler alone, and of what the graph is given.
-    """
-    name, settings = traced_op(x)
-    if name != "gather_sequence_ranks" or settings[0] != group_name(group) or settings[1][0] == x.dim() - 1:
         return None
-    return int(settings[1][0])
+    # a part of the features is no part of the tokens; detect_anomaly takes NaN for an error
+    return int(dim) if for_layers and dim != x.dim() - 1 and not torch.is_anomaly_enabled() else None
 
 
 def among_unread_parts(part: Tensor, dim: int, group: Group) -> Tensor:
     """A gradient of all tokens of which this rank's part is known; the others are NaN."""
     size = part.shape[dim]
     before, after = size * group.rank, size * (group.size - 1 - group.rank)
-    if part.is_cuda:
-        from ..kernels.rowwise.unread import among_nan
-
-        whole = among_nan(part, dim, before, after)
-        if whole is not None:
-            return whole
     return F.pad(part, (*(0, 0) * (part.dim() - 1 - dim), before, after), value=float("nan"))
 
 

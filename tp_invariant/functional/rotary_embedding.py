@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import is_dtensor
-from ..kernels.rowwise.rope_checks import check_rope, rotated
+from ..kernels.rowwise.reference_rope import check_rope, rotated
 from ..kernels.select import select
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -167,25 +167,16 @@ def gemm(
         ValueError, TypeError: a or b is not a matrix; or the bundled kernels refuse the operands, empty ones too.
     """
     out_dtype = out_dtype or a.dtype
-    own = gemm_fn is None and _default is None
-    if own and a.is_cuda:  # what the kernels remember has passed the checks
-        c = select("GEMM", "cuda").repeat(a, b, bias, out_dtype)
-        if c is not None:
-            return c
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be matrices; a has shape {tuple(a.shape)} and b {tuple(b.shape)}")
     rows, k = a.shape
     cols = b.shape[1]
     if not (rows and k and cols):
         return _empty_product(gemm_fn, a, b, bias, out_dtype)
-    kind = "cuda" if a.is_cuda else a.device.type  # to ask a device for its type takes longer than all else here
-    fn = select("GEMM", kind).matmul if own and kind in ("cuda", "cpu") else resolve_gemm_fn(gemm_fn, a.device)
-    if torch.is_autocast_enabled(kind):  # entering the context costs as much as a launch
-        with torch.autocast(kind, enabled=False):
-            c = fn(a, b, bias=bias, out_dtype=out_dtype)
-    else:
+    fn, kind = resolve_gemm_fn(gemm_fn, a.device), a.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         c = fn(a, b, bias=bias, out_dtype=out_dtype)
-    if own:
+    if uses_bundled(gemm_fn):
         return c  # the bundled ones need no check
     if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
         got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
@@ -194,31 +185,6 @@ def gemm(
             f"{tuple(a.shape)} and b {tuple(b.shape)} it must return {(rows, cols)} {out_dtype} on {a.device}"
         )
     return c
-
-
-def repeat_products(
-    gemm_fn: GemmFn | None, facts: tuple, a: Tensor, *tensors: Tensor | None
-) -> tuple[tuple | None, Any]:
-    """A key for products of these tensors, and the products if `remember_products` has stored them under it, else None.
-
-    The key holds `facts` and all of the tensors but their addresses and values; it is None where a gemm_fn of a user
-    applies, where nothing can be remembered, and where the products were found without it. A product is a function of
-    the addresses of a, b and the bias. What is remembered has passed the checks of `gemm`.
-    """
-    if gemm_fn is not None or _default is not None or not a.is_cuda:
-        return None, None
-    if torch._C._len_torch_dispatch_stack():  # selective checkpointing, say: it sees the same operators at every call
-        return None, None
-    return select("GEMM", "cuda").repeat_together(facts, a, *tensors)
-
-
-def remember_products(key: tuple, *products: tuple[Any, ...] | int | None) -> None:
-    """Stores products, which `gemm` has just computed, under a key of `repeat_products`.
-
-    products: of each (a, b, bias, out_dtype, the shape that the result gets), with a, b and bias in the memory of the
-    key's tensors or in memory that is never freed; or None or an address, which come back as they are.
-    """
-    select("GEMM", "cuda").remember_together(key, *products)
 
 
 def uses_bundled(gemm_fn: GemmFn | None) -> bool:
@@ -328,48 +294,7 @@ def gemm_rank_major(
 
 def column_sums(gemm_fn: GemmFn | None, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """The sum over the rows of x [T, N] -> [N], computed as a GEMM with a row of ones, so it is slice-invariant."""
-    ones = _row_of_ones(x) if uses_bundled(gemm_fn) else x.new_ones((1, x.shape[0]))
-    return gemm(gemm_fn, ones, x, out_dtype=out_dtype).squeeze(0)
-
-
-_ones: dict[tuple, Tensor] = {}  # by device, dtype and the least size: never freed, since CUDA graphs may read them
-_rows_of_ones: dict[tuple, Tensor] = {}
-_MAX_ROWS_OF_ONES = 4096
-
-
-def _made_ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, size]. For a thread of its own: a caller's may take memory from a pool that is not to be kept, as under
-    torch.compile(mode="reduce-overhead")."""
-    made = torch.ones((1, size), dtype=dtype, device=device)
-    torch.cuda.current_stream(device).synchronize()  # the next call may be on another stream
-    return made
-
-
-def _row_of_ones(x: Tensor) -> Tensor:
-    """[1, T] for x [T, N], to be read alone. On a GPU it is made once: else a bias gradient would be two launches."""
-    rows = x.shape[0]
-    if not x.is_cuda or type(x) is not Tensor or torch._C._len_torch_dispatch_stack():
-        return x.new_ones((1, rows))
-    key = x.get_device(), x.dtype, rows
-    found = _rows_of_ones.get(key)
-    if found is not None:
-        return found
-    size = 1 << max(rows - 1, 1023).bit_length()
-    made = _ones.get((*key[:2], size))
-    if made is None:
-        if torch.cuda.is_current_stream_capturing():
-            return x.new_ones((1, rows))  # what a capture makes belongs to its graph
-        with ThreadPoolExecutor(1) as other:
-            made = _ones[(*key[:2], size)] = other.submit(_made_ones, size, x.dtype, x.device).result()
-    if len(_rows_of_ones) >= _MAX_ROWS_OF_ONES:
-        _rows_of_ones.clear()
-    found = _rows_of_ones[key] = made[:, :rows]
-    return found
-
-
-def ones_that_stay(x: Tensor) -> Tensor | None:
-    """The row of ones for `column_sums` of x, if its memory is never freed."""
-    return _rows_of_ones.get((x.get_device(), x.dtype, x.shape[0]))
+    return gemm(gemm_fn, x.new_ones((1, x.shape[0])), x, out_dtype=out_dtype).squeeze(0)
 
 
 # --- as an op -------------------------------------------------------------------------------------------------------

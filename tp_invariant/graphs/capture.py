@@ -25,7 +25,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..core.dtensors import is_dtensor, local_of, placed_like
-from ..functional.regions import gradients_of_leaves_alone
 from ..gemm.weights import weight_cache
 from .arguments import Call, fill, flatten, reached_leaves
 from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks, records_of_groups
@@ -231,7 +230,6 @@ class _Step:
             place.renew()
         weight_cache.enter((id(self), "forward"))
         with ExitStack() as modes:
-            modes.enter_context(gradients_of_leaves_alone())  # make_graphed_callables: those of `tensors`
             active = list(map(id, _get_current_function_mode_stack()))
             for mode in self._modes:
                 if id(mode) not in active:

@@ -41,7 +41,7 @@ from ..functional.linear import flatten_tokens
 from ..functional.partial_gradients import partial_gradients_of
 from ..functional.vocab import check_ids
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
-from ..kernels.rowwise.gated_checks import ACTIVATIONS, halves
+from ..kernels.rowwise.reference_gated import ACTIVATIONS, halves
 from .linear import autocast_dtype
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 

@@ -26,7 +26,7 @@ from ..functional import stock
 from ..functional.linear import LinearCall
 from ..functional.main_grad import MainGrad
 from ..functional.norm import NormCall
-from ..functional.regions import gather_features, gather_of, scatter_features
+from ..functional.regions import gather_features, scatter_features
 from ..gemm.cost_model import costs_of
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, check_norm_dtype, gemm_fn_name
 from ..gemm.owner_maps import ShardedWeight, check_owner_map
@@ -113,7 +113,6 @@ class Linear(ShardedModule, nn.Linear):
         "bias", "partition_stride", "sequence_parallel", "sequence_dim", "owner_map", "gather_output", "return_bias",
         "fuse_wgrad_accumulation", "what owner_map='auto' goes by", "gemm_fn",
         "weight_cache's ahead, ahead_in_graphs and keep",
-        "whether hooks may read all of x's gradient: register them on every rank",
     )  # fmt: skip
 
     def __init__(
@@ -455,13 +454,7 @@ class Linear(ShardedModule, nn.Linear):
         if not self._moves_bytes:  # then the rest is of no matter
             return options
         ahead = weight_cache.ahead, weight_cache.ahead_in_graphs, weight_cache.keep
-        return *options, _costs_text(x.device), gemm_fn_name(self.gemm_fn, x.device), ahead, self._reads_all(x)
-
-    def _reads_all(self, x: Tensor) -> bool:
-        """Whether backward gathers the gradient of an x that this layer's group may have gathered."""
-        if torch.compiler.is_compiling() or self.parallel_mode != "column" or self.sequence_parallel:
-            return False
-        return gather_of(x, self.group) is None
+        return *options, _costs_text(x.device), gemm_fn_name(self.gemm_fn, x.device), ahead
 
     @property
     def _moves_bytes(self) -> bool:
