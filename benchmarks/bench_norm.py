@@ -27,7 +27,7 @@ import triton
 from random_shapes import add_options, check_options
 
 from tp_invariant.functional.norm import ROWS_PER_SUM
-from tp_invariant.kernels.launch import Launches
+from tp_invariant.kernels.plans import Kernel
 from tp_invariant.kernels.rowwise import norm as kernels
 from tp_invariant.kernels.rowwise.norm import (
     fold_weight_gradients,
@@ -54,11 +54,11 @@ def variants(forward: Callable[[], tuple]) -> dict[str, Callable[[], object]]:
     for keep, kept in ((True, "kept"), (False, "loaded again")):
         for most in (None, 32):
             limit = {} if most is None else {"maxnreg": most}
-            launches = Launches(kernels._forward_kernel, enable_fp_fusion=False, **limit)
+            kernel = Kernel(kernels._forward_kernel, enable_fp_fusion=False, **limit)
 
-            def once(keep: bool = keep, launches: Launches = launches) -> tuple:
+            def once(keep: bool = keep, kernel: Kernel = kernel) -> tuple:
                 before = kernels.keeps_row, kernels._forward
-                kernels.keeps_row, kernels._forward = (lambda h, rms: keep), launches
+                kernels.keeps_row, kernels._forward = (lambda h, rms: keep), kernel
                 try:
                     return forward()
                 finally:

@@ -24,7 +24,7 @@ from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional import cross_entropy as cross_entropy_module
-from tp_invariant.kernels.launch import Launches
+from tp_invariant.kernels.plans import Kernel
 from tp_invariant.kernels.select import select
 from tp_invariant.kernels.vocabulary import cross_entropy as triton_kernels
 from tp_invariant.testing import assert_bitwise_equal
@@ -260,10 +260,10 @@ class Operators(TorchDispatchMode):
 
 def launches_and_operators(tp_group: Any, case: Case) -> tuple[list[str], list[str]]:
     """The kernels that one call launches, forward and backward, and the torch operators that it calls beside them."""
-    group, launched, launch = resolve_group(tp_group), [], Launches.__call__
+    group, launched, launch = resolve_group(tp_group), [], Kernel.__call__
 
     def spy(self, *args, **kwargs):
-        launched.append(self._kernel.fn.__name__)
+        launched.append(self._function.fn.__name__)
         with _disable_current_modes():
             return launch(self, *args, **kwargs)
 
@@ -273,7 +273,7 @@ def launches_and_operators(tp_group: Any, case: Case) -> tuple[list[str], list[s
         tpi.set_tp_invariant_mode(True),
         mock.patch.object(cross_entropy_module, "select", lambda *args: triton_kernels),
         mock.patch.object(cross_entropy_module, "check_ids"),  # on a GPU the kernels assert it
-        mock.patch.object(Launches, "__call__", spy),
+        mock.patch.object(Kernel, "__call__", spy),
     ):
         tpi.vocab_parallel_cross_entropy(local, target, tp_group=tp_group, **case.options)  # compares the ranks
         launched.clear()

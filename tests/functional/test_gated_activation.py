@@ -19,7 +19,7 @@ FUNCTIONS = {
     "relu": F.relu,
 }
 if DEVICE == "cuda":
-    del FUNCTIONS["gelu"]  # Triton's erf on GPUs is not torch's: tests/kernels/rowwise/test_torch_gated.py
+    del FUNCTIONS["gelu"]  # Triton's erf on GPUs is not torch's: tests/kernels/rowwise/test_gated.py
 every_activation = pytest.mark.parametrize("activation", FUNCTIONS)
 every_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 

@@ -1,4 +1,4 @@
-"""Column-parallel layers that are given what gather_sequence returned: nobody gathers a gradient that nobody reads."""
+"""Column-parallel layers that are given what gather_for_layers returned gather no gradient that nobody reads."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -12,7 +12,6 @@ import tp_invariant as tpi
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.functional import linear, regions
 from tp_invariant.testing import assert_bitwise_equal
-from tp_invariant.testing.rank_pool import discard_pool
 
 TOKENS, BATCH, K, N = 16, 3, 256, 128
 
@@ -44,14 +43,23 @@ def layers_of(tp_group, weights, dtype=torch.bfloat16, **options):
 class Run:
     """One step of layers that share the gathered x. `middle`: x gathered -> what the layers are given."""
 
-    def __init__(self, tp_group, dtype=torch.bfloat16, dim=1, owner_map="auto", mode=True, read=lambda x: x):
+    def __init__(
+        self,
+        tp_group,
+        dtype=torch.bfloat16,
+        dim=1,
+        owner_map="auto",
+        mode=True,
+        read=lambda x: x,
+        gather=regions.gather_for_layers,
+    ):
         group = resolve_group(tp_group)
         x, weights, dys = tensors(dtype, dim)
         with tpi.set_tp_invariant_mode(mode), mock.patch.object(linear, "among_unread_parts", self._count):
             self.unread = 0
             layers = layers_of(tp_group, weights, dtype, owner_map=owner_map)
             self.local = x.chunk(group.size, dim)[group.rank].clone().requires_grad_()
-            self.whole = regions.gather_sequence(self.local, tp_group, dim)
+            self.whole = gather(self.local, tp_group, dim)
             self.given = read(self.whole)
             self.layers = layers
             self.ys = [layer(self.given) for layer in layers]
@@ -117,58 +125,27 @@ def test_with_the_mode_off_the_bytes_differ():
 # --- who reads the gradient of what was gathered --------------------------------------------------------------------
 
 
-def by_a_hook(run):
-    seen = []
+def read_by_a_hook(tp_group, gather):
+    run, seen = Run(tp_group, gather=gather), []
     run.whole.register_hook(seen.append)
     run.backward()
-    return seen
+    return [*seen, *run.gradients()], run.unread, run.group
 
 
-def by_retain_grad(run):
-    run.whole.retain_grad()
-    run.backward()
-    return [run.whole.grad]
+def test_a_reader_of_what_gather_sequence_returned_gets_all_of_it():
+    ((want, _, _),) = run_ranks(read_by_a_hook, 1, regions.gather_sequence)
+    for got, unread, _ in run_ranks(read_by_a_hook, 4, regions.gather_sequence):
+        assert_bitwise_equal(got, want)
+        assert unread == 0
 
 
-def by_autograd_grad(run):
-    leaves = [run.whole, run.local, *(layer.weight for layer in run.layers)]
-    with mock.patch.object(linear, "among_unread_parts", run._count):
-        whole, run.local.grad, *dws = torch.autograd.grad(run.ys, leaves, run.dys)
-    for layer, dw in zip(run.layers, dws, strict=True):
-        layer.weight.grad = dw
-    return [whole]
-
-
-def by_inputs_of_backward(run):
-    with mock.patch.object(linear, "among_unread_parts", run._count):
-        inputs = [run.whole, run.local, *(layer.weight for layer in run.layers)]
-        torch.autograd.backward(run.ys, run.dys, inputs=inputs)
-    return [run.whole.grad]
-
-
-def by_a_hook_for_several(run):
-    seen = []
-    torch.autograd.graph.register_multi_grad_hook([run.whole], lambda grads: seen.extend(grads))
-    run.backward()
-    return seen
-
-
-READERS = (by_a_hook, by_retain_grad, by_autograd_grad, by_inputs_of_backward, by_a_hook_for_several)
-
-
-def of_reader(tp_group, reader):
-    run = Run(tp_group)
-    (seen,) = reader(run)
-    return [seen, *run.gradients()], run.unread
-
-
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_who_reads_the_gradient_gets_all_of_it(reader):
-    ((want, _),) = run_ranks(of_reader, 1, reader)
-    for world in (2, 4):
-        for got, unread in run_ranks(of_reader, world, reader):
-            assert_bitwise_equal(got, want)
-            assert unread == 0
+def test_a_reader_of_what_gather_for_layers_returned_sees_its_rank_and_nan():
+    ((want, _, _),) = run_ranks(read_by_a_hook, 1, regions.gather_for_layers)
+    for got, unread, group in run_ranks(read_by_a_hook, 4, regions.gather_for_layers):
+        assert_bitwise_equal(got[1:], want[1:])
+        for rank, (part, wanted) in enumerate(zip(got[0].chunk(4, 1), want[0].chunk(4, 1), strict=True)):
+            assert torch.equal(part, wanted) if rank == group.rank else part.isnan().all()
+        assert unread == 3
 
 
 def of_other_uses(tp_group, kind):
@@ -208,86 +185,27 @@ def of_a_checkpoint(tp_group, reentrant):
         local = x.chunk(group.size, 1)[group.rank].clone().requires_grad_()
 
         def block(local):
-            whole = regions.gather_sequence(local, tp_group, 1)
-            seen.append(whole)
-            if whole.requires_grad:
-                whole.register_hook(seen_by_hook.append)
+            whole = regions.gather_for_layers(local, tp_group, 1)
             return tuple(layer(whole) for layer in layers)
 
-        seen, seen_by_hook = [], []
         ys = checkpoint(block, local, use_reentrant=reentrant)
-        seen.clear()  # nobody holds what the hook was registered for
         torch.autograd.backward(ys, [dy.chunk(group.size, -1)[group.rank].contiguous() for dy in dys])
     dx = gather_dim(local.grad, 1, group) if group.size > 1 else local.grad
-    return [dx, seen_by_hook[0], *(gather_dim(layer.weight.grad, 0, group) for layer in layers)]
+    return [dx, *(gather_dim(layer.weight.grad, 0, group) for layer in layers)]
 
 
 @pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
-def test_a_hook_in_a_checkpoint(reentrant):
+def test_in_a_checkpoint(reentrant):
     (want,) = run_ranks(of_a_checkpoint, 1, reentrant)
     for got in run_ranks(of_a_checkpoint, 2, reentrant):
         assert_bitwise_equal(got, want)
-
-
-def read_on_one_rank(tp_group):
-    run = Run(tp_group)
-    if run.group.rank == 0:
-        run.whole.register_hook(lambda grad: None)
-    try:
-        run.backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_hook_on_one_rank_is_an_error():
-    texts = run_ranks(read_on_one_rank, 2)
-    discard_pool("cpu")  # the group cannot be used any more
-    assert all("make different calls" in text for text in texts), texts
-
-
-def hooked_on_one_rank(tp_group, of_the_layer):
-    """A full backward hook of a layer, or one on its input, before the first call: the ranks compare, and can go on."""
-    group = resolve_group(tp_group)
-    with tpi.set_tp_invariant_mode(True):
-        layer = tpi.Linear(K, N, parallel_mode="column", tp_group=tp_group)
-        x = torch.ones(2, 2, K, requires_grad=True)
-        whole = regions.gather_sequence(x, tp_group, 1)
-        if group.rank == 0:
-            hook = layer.register_full_backward_hook if of_the_layer else whole.register_hook
-            handle = hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match="all of x's gradient: register them on every rank"):
-            layer(whole)
-        if group.rank == 0:
-            handle.remove()
-        layer(regions.gather_sequence(x, tp_group, 1)).sum().backward()
-
-
-@pytest.mark.parametrize("of_the_layer", (True, False))
-def test_a_hook_on_one_rank_before_the_call_is_the_same_error_on_every_rank(of_the_layer):
-    run_ranks(hooked_on_one_rank, 2, of_the_layer)
-
-
-def unread_parts(tp_group):
-    run, seen = Run(tp_group), []
-    run.whole.grad_fn.register_prehook(lambda grads: seen.append(grads[0].clone()))
-    run.backward()
-    (grad,) = seen
-    mine = torch.zeros(TOKENS, dtype=torch.bool).chunk(run.group.size)
-    mine[run.group.rank].fill_(True)
-    mine = torch.cat(mine)
-    return bool(grad[:, ~mine].isnan().all()), bool(grad[:, mine].isfinite().all())
-
-
-def test_a_reader_that_is_not_found_sees_nan():
-    assert run_ranks(unread_parts, 4) == [(True, True)] * 4
 
 
 def without_gradient_of_x(tp_group):
     """A frozen x: what is gathered wants no gradient, and gets no node."""
     with tpi.set_tp_invariant_mode(True):
         local = torch.randn(2, 2, K)
-        whole = regions.gather_sequence(local, tp_group, 1)
+        whole = regions.gather_for_layers(local, tp_group, 1)
         return whole.requires_grad
 
 
@@ -307,7 +225,7 @@ def of_dim(tp_group, dim):
 
     with tpi.set_tp_invariant_mode(True), mock.patch.object(linear, "among_unread_parts", count):
         (layer,) = layers_of(tp_group, tensors(torch.float32, 1, layers=1)[1], torch.float32)
-        layer(regions.gather_sequence(local, tp_group, dim)).square().sum().backward()
+        layer(regions.gather_for_layers(local, tp_group, dim)).square().sum().backward()
     return gather_dim(local.grad, dim % 3, group) if group.size > 1 else local.grad, unread
 
 
@@ -320,39 +238,15 @@ def test_dims_from_the_back_and_features(dim, unread_dims):
             assert unread == unread_dims
 
 
-def in_a_captured_forward(tp_group, inside):
-    """As graph_layers runs a layer: gradients are asked for after the forward, here also inside of it."""
-    with regions.gradients_of_leaves_alone():
-        run = Run(tp_group)
-        if inside:
-            with mock.patch.object(linear, "among_unread_parts", run._count):
-                (seen,) = torch.autograd.grad(run.ys, run.whole, run.dys, retain_graph=True)
-            assert run.unread == 0
-    leaves = [run.local, *(layer.weight for layer in run.layers)]
-    with mock.patch.object(linear, "among_unread_parts", run._count):
-        run.local.grad, *dws = torch.autograd.grad(run.ys, leaves, run.dys)
-    for layer, dw in zip(run.layers, dws, strict=True):
-        layer.weight.grad = dw
-    return [*run.gradients(), *([seen] if inside else [])], run.unread
-
-
-@pytest.mark.parametrize("inside", (False, True))
-def test_in_a_captured_forward(inside):
-    ((want, _),) = run_ranks(in_a_captured_forward, 1, inside)
-    for got, unread in run_ranks(in_a_captured_forward, 2, inside):
-        assert_bitwise_equal(got, want)
-        assert unread == 3
-
-
 # --- torch.compile --------------------------------------------------------------------------------------------------
 
 
-def compiled(tp_group, backend, reader):
-    """A gradient, what its readers inside and outside of the graph have seen, and how many parts were unread."""
+def compiled(tp_group, backend):
+    """A gradient, and how many parts were unread."""
     torch.compiler.reset()
     group = resolve_group(tp_group)
     x, weights, dys = tensors(torch.bfloat16, 1)
-    unread, seen = [], []
+    unread = []
 
     def count(part, dim, group):
         unread.append(dim)
@@ -361,30 +255,21 @@ def compiled(tp_group, backend, reader):
     with tpi.set_tp_invariant_mode(True), mock.patch.object(linear, "among_unread_parts", count):
         layers = layers_of(tp_group, weights)
         local = x.chunk(group.size, 1)[group.rank].clone().requires_grad_()
-        gather_sequence = regions.gather_sequence  # torch 2.11 would import this file for a global of it
+        gather = regions.gather_for_layers  # torch 2.11 would import this file for a global of it
 
         @torch.compile(backend=backend)
         def run(local):
-            whole = gather_sequence(local, tp_group, 1)
-            if reader == "inside":
-                whole.register_hook(seen.append)
-            return whole, *[layer(whole) for layer in layers]
+            whole = gather(local, tp_group, 1)
+            return [layer(whole) for layer in layers]
 
-        whole, *ys = run(local)
-        if reader == "outside" and whole.requires_grad:
-            whole.register_hook(seen.append)
+        ys = run(local)
         torch.autograd.backward(ys, [dy.chunk(group.size, -1)[group.rank].contiguous() for dy in dys])
-    dx = gather_dim(local.grad, 1, group) if group.size > 1 else local.grad
-    return [dx, *(grad for grad in seen if grad is not None)], unread
+    return gather_dim(local.grad, 1, group) if group.size > 1 else local.grad, unread
 
 
-@pytest.mark.parametrize(
-    "backend, reader, unread_parts",
-    [("aot_eager", "", 3), ("aot_eager", "outside", 3), ("aot_eager", "inside", 0), ("eager", "outside", 0)],
-)
-def test_in_a_compiled_graph(backend, reader, unread_parts):
-    """Outside of a graph nobody sees what a result's uses inside of it add to its gradient, at every degree."""
-    ((want, _),) = run_ranks(compiled, 1, backend, reader)
-    for got, unread in run_ranks(compiled, 2, backend, reader):
+@pytest.mark.parametrize("backend, unread_parts", [("aot_eager", 3), ("eager", 0)])
+def test_in_a_compiled_graph(backend, unread_parts):
+    ((want, _),) = run_ranks(compiled, 1, backend)
+    for got, unread in run_ranks(compiled, 2, backend):
         assert_bitwise_equal(got, want)
         assert unread == [1] * unread_parts

@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tp_invariant.kernels import known_calls, peer_flags, peer_moves
+from tp_invariant.kernels import peer_flags, peer_moves
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
@@ -24,8 +24,8 @@ from tp_invariant.kernels.experts import grouped, grouped_tma, routing
 from tp_invariant.kernels.gemm import aligned_copies, batched, matmul, matmul_tma
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
-from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax, torch_gated, torch_gated_checks, unread
-from tp_invariant.kernels.rowwise.gated_checks import halves
+from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax
+from tp_invariant.kernels.rowwise.reference_gated import TORCH_ACTIVATIONS, halves
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding, loss_spec
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
@@ -33,9 +33,7 @@ compiled: set[str] = set()
 
 
 class Launcher:
-    """In place of the one that Triton compiles. Kernels that need memory of their own are always launched by Triton."""
-
-    global_scratch_size = profile_scratch_size = 1
+    """In place of the one that Triton compiles."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         compiled.add(f"{Path(src.fn.fn.__code__.co_filename).stem}.{src.fn.__name__}")
@@ -71,7 +69,7 @@ class NoGPU:
 def hopper():
     modules = (
         add_norm, attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul,
-        norm, rope, routing, softmax, torch_gated, unread,
+        norm, rope, routing, softmax,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_moves):
@@ -79,7 +77,6 @@ def hopper():
         for name, value in (("get_device_properties", HOPPER), ("get_device_capability", (9, 0))):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, value=value: value))
         stack.enter_context(mock.patch.object(norm, "can_overlap", lambda index: True))
-        stack.enter_context(mock.patch.object(known_calls, "interpreting", lambda: True))  # nothing is remembered
         driver.set_active(NoGPU())
         yield stack
 
@@ -179,10 +176,10 @@ def fused(dtype: torch.dtype) -> None:
     """What parallelize puts in the place of torch's operators; the options do not meet the dtype."""
     every = dtype == torch.bfloat16
     x, pair = torch.zeros(16, 1000, dtype=dtype), torch.zeros(16, 2000, dtype=dtype).chunk(2, dim=-1)
-    for activation in torch_gated_checks.ACTIVATIONS if every else ("silu",):
-        torch_gated.torch_gated_forward(x, x, activation)
-        torch_gated.torch_gated_backward(x, x, x, activation)
-    torch_gated.torch_gated_backward(x, *pair, "silu", out=pair)
+    for activation in TORCH_ACTIVATIONS if every else ("silu",):
+        gated.torch_gated_forward(x, x, activation)
+        gated.torch_gated_backward(x, x, x, activation)
+    gated.torch_gated_backward(x, *pair, "silu", out=pair)
     q, k = torch.zeros(2, 7, 4, 96, dtype=dtype).transpose(1, 2), torch.zeros(2, 7, 2, 96, dtype=dtype).transpose(1, 2)
     cos = torch.zeros(1, 7, 80, dtype=dtype)
     for interleaved in (False, True)[: 2 if every else 1]:
@@ -231,7 +228,6 @@ def attend(
     k, v = torch.zeros(2, 1, 2, 2048 if queries == 1 else queries, head_dim, dtype=dtype).unbind()
     sinks = torch.zeros(4) if with_sinks else None
     mask = None if mask_dtype is None else torch.zeros(1, 4, queries, k.shape[2], dtype=mask_dtype)
-    attention._plan.cache_clear()  # it does not know of the two that are replaced here
     with (
         mock.patch.object(attention, "_has_own_kernel", lambda *args: own_kernel),
         mock.patch.object(attention, "can_overlap", lambda index: own_kernel),
@@ -260,7 +256,6 @@ def peers() -> None:
     peer_moves.peer_gather(x, out, 32, 1, capacity=64, **options)
     for blocks in (1, 4):
         peer_moves.peer_read(x, out, blocks, 32, False, 1, slot=8, **options)
-    unread.among_nan(torch.zeros(2, 4, 8), 1, 4, 8)
     for operation in ("claim", "arrived", "wait", "free"):
         peer_flags.peer_flags(operation, 0, 1, torch.zeros(2, 2, 4, dtype=torch.int32), table, states, states, 0, 3)
 

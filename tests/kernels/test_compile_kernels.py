@@ -137,7 +137,7 @@ def test_a_kernel_that_does_not_compile(tmp_path):
     """The control: a comprehension, which the interpreter accepts."""
     source = (TESTS / "helpers" / "compile_worker.py").read_text()
     for text, broken in (
-        ("driver.set_active(NoGPU())", "driver.set_active(NoGPU()); grad_norm._fold = Launches(broken)"),
+        ("driver.set_active(NoGPU())", "driver.set_active(NoGPU()); grad_norm._fold = Kernel(broken)"),
         ("compiled: set[str] = set()", "compiled: set[str] = set()\n\n\n" + BROKEN),
         ("products(dtype, False)", "clipping(dtype)"),
     ):
@@ -153,7 +153,7 @@ def test_a_kernel_that_does_not_compile(tmp_path):
 BROKEN = """
 import triton
 import triton.language as tl
-from tp_invariant.kernels.launch import Launches
+from tp_invariant.kernels.plans import Kernel
 
 
 @triton.jit

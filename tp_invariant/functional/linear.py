@@ -32,7 +32,7 @@ from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.tokens import shared_tokens
 from ..gemm.weights import weight_cache
-from .main_grad import MainGrad
+from .main_grad import MainGrad, is_asked_for
 from .regions import among_unread_parts, dim_of_part_read
 
 
@@ -165,6 +165,12 @@ def _memory_of(x: Tensor) -> tuple:
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
+def _needs(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether the gradients of x, the weight and the bias are wanted."""
+    need_x, need_w, need_b, *_ = ctx.needs_input_grad
+    return need_x, need_w if ctx.call.main_grad is None else is_asked_for(ctx, 1), need_b
+
+
 def _copied_once(dy: Tensor) -> Tensor:
     """dy, or a copy of it, whose tokens `flatten_tokens` views for every product."""
     return dy if dy.is_contiguous() else flatten_tokens(dy).view(dy.shape)
@@ -174,7 +180,7 @@ def _gradients_of_one_rank(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """backward of each kind of layer in a group of one rank, where nothing is sharded."""
     x, weight = _Linear.saved(ctx)
     call: LinearCall = ctx.call
-    need_x, need_w, need_b, *_ = ctx.needs_input_grad
+    need_x, need_w, need_b = _needs(ctx)
     dy = _copied_once(dy)
     dx = _product(call, dy, weight) if need_x else None
     dw = _weight_gradient(call, dy, x, weight) if need_w else None
@@ -213,14 +219,15 @@ class ColumnLinear(_Linear):
         if call.group.size == 1:
             return _gradients_of_one_rank(ctx, dy)
         x, weight = _Linear.saved(ctx)
-        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        need_x, need_w, need_b = _needs(ctx)
         if ctx.tokens is not None:
             ctx.tokens.x = None
+        part_read = None if torch.is_anomaly_enabled() else ctx.part_read  # which takes NaN for an error
         dy = _copied_once(dy)
         x_full = call.start_gather_tokens(x, weight) if need_w else None
         dgrad = None
         if need_x:
-            dgrad = call.start_product(dy, weight, 0, scatter_dim=ctx.part_read, overlapped=need_w)
+            dgrad = call.start_product(dy, weight, 0, scatter_dim=part_read, overlapped=need_w)
         try:
             dw = _weight_gradient(call, dy, x_full.wait(), weight) if x_full is not None else None
             db = _bias_gradient(call, dy, ctx.bias_dtype) if need_b else None
@@ -228,8 +235,8 @@ class ColumnLinear(_Linear):
             _release_if_exclusive(x_full)
             del x_full  # frees its memory before dgrad
         dx = None if dgrad is None else dgrad()
-        if dx is not None and ctx.part_read is not None:
-            dx = among_unread_parts(dx, ctx.part_read, call.group)
+        if dx is not None and part_read is not None:
+            dx = among_unread_parts(dx, part_read, call.group)
         return dx, dw, db, None
 
 
@@ -256,7 +263,7 @@ class RowLinear(_Linear):
         if call.group.size == 1:
             return _gradients_of_one_rank(ctx, dy)
         x, weight = _Linear.saved(ctx)
-        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        need_x, need_w, need_b = _needs(ctx)
         gathered = Pending(dy, None)
         if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share this gather
             gathered = moves.start_gather_dim(dy, call.sequence_dim, call.group)
@@ -291,7 +298,7 @@ class ReplicatedLinear(_Linear):
         if call.group.size == 1:
             return _gradients_of_one_rank(ctx, dy)
         x, weight = _Linear.saved(ctx)
-        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        need_x, need_w, need_b = _needs(ctx)
         dy_full = call.start_gather_tokens(dy) if need_w or need_b else None
         x_full = call.start_gather_tokens(x) if need_w else None
         dx = _product(call, dy, weight) if need_x else None

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..core.differentiation import is_executed
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +67,14 @@ class MainGrad:
             return None
         self.weight.grad_added_to_main_grad = True
         return torch.zeros_like(weight)
+
+
+def is_asked_for(ctx: Any, index: int) -> bool:
+    """In a backward: whether this run of it wants the gradient of the forward's tensor argument `index`.
+
+    What a run adds to main_grad that is not to have this gradient would be added again by the one that is.
+    """
+    return ctx.needs_input_grad[index] and is_executed(ctx.next_functions[index][0]) is not False
 
 
 def refuse_fused(parameters: Iterable[Tensor], caller: str, start: int = 0) -> None:

@@ -188,8 +188,7 @@ def dim_of_part_read(x: Tensor, group: Group) -> int | None:
         for_layers = for_layers and of == group_name(group)
     else:
         return None
-    # a part of the features is no part of the tokens; detect_anomaly takes NaN for an error
-    return int(dim) if for_layers and dim != x.dim() - 1 and not torch.is_anomaly_enabled() else None
+    return int(dim) if for_layers and dim != x.dim() - 1 else None  # a part of the features is no part of the tokens
 
 
 def among_unread_parts(part: Tensor, dim: int, group: Group) -> Tensor:

@@ -23,6 +23,7 @@ from ..core.compiled import constant
 from ..core.differentiation import once_differentiable
 from ..kernels.rowwise.reference_gated import ACTIVATIONS
 from .linear import LinearCall, flatten_tokens, without_custom_op
+from .main_grad import is_asked_for
 from .regions import gather_scale, region_function, region_op, scatter_scale
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         need_x, _, need_b, *_ = ctx.needs_input_grad
         dx = dy @ weight if need_x else None
         rows, dw, main_grad = flatten_tokens(dy), None, ctx.call.main_grad
-        if ctx.needs_input_grad[1]:
+        if is_asked_for(ctx, 1):
             a, b = rows.t(), flatten_tokens(x)
             wide = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
             with torch.autocast(a.device.type, enabled=False):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from attention_cases import KINDS, assert_same_bytes, attend, tensors
 
-from tp_invariant.kernels import known_calls
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
 from tp_invariant.kernels.attention.spec import AttentionSpec, PackedLengths
@@ -49,16 +48,15 @@ def by(monkeypatch, own, idle, *args, **options):
         plans.append(make(*args))
         return plans[-1]
 
-    make = kernels._plan.__wrapped__  # the cache knows nothing of what is changed here
+    make = kernels._plan
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "_plan", plan)
-        patch.setattr(known_calls, "_known", {})  # nor does that of what earlier calls found out
         patch.setattr(kernels, "_multiprocessors", lambda index: idle)
         patch.setattr(kernels, "_max_scratch", lambda cache: 0 if idle == 1 else 2**28)
         if not own:
             patch.setattr(kernels, "_has_own_kernel", lambda *args: False)
         out, lse = kernels.forward(*args, **options)
-    assert [plan.parts is None for plan in plans] == [own], "which kernel ran"
+    assert [plan.is_own for plan in plans] == [own], "which kernel ran"
     return {"out": out, "lse": lse}
 
 
@@ -152,7 +150,6 @@ def test_all_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
     results = []
     for tiles in (one, other, apart):
         monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *args, tiles=tiles, **options: tiles)
-        monkeypatch.setattr(known_calls, "_known", {})
         results.append(attend(*data, **KINDS[kind]))
     for result in results[1:]:
         assert_same_bytes(results[0], result, kind)

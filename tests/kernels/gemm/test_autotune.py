@@ -152,8 +152,8 @@ def test_candidates_are_configurations_whose_bits_are_compared(layout):
 def test_accumulation_in_the_layout_that_is_not_compared_is_not_measured(fake_gpu):
     for layout in LAYOUTS:
         call = tuning.Call(2048, 1536, 4096, *layout, False, False, BF16, F32, False, True, 0)
-        config, settled = tuning.configuration(call, fake_gpu)
-        assert settled and (config is None) == (layout == (False, False)) == (not fake_gpu.launched)
+        config = tuning.configuration(call, fake_gpu)
+        assert (config is None) == (layout == (False, False)) == (not fake_gpu.launched)
         fake_gpu.launched.clear()
 
 
@@ -207,19 +207,19 @@ def test_without_memory_the_usual_configuration_is_taken(fake_gpu, monkeypatch, 
 
     usual = tuning.candidates(CALL)[0]
     for _ in range(2):
-        assert tuning.configuration(CALL, full) == (usual, True)
+        assert tuning.configuration(CALL, full) == usual
     assert caplog.text.count("no memory to measure") == 1 and not list(tmp_path.rglob("*.json"))
     forget()
-    assert tuning.configuration(CALL, fake_gpu) == (tuning.candidates(CALL)[-1], True)
+    assert tuning.configuration(CALL, fake_gpu) == tuning.candidates(CALL)[-1]
 
 
 def test_a_capture_measures_nothing(fake_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert tuning.configuration(CALL, fake_gpu) == (None, False) and not fake_gpu.launched
+    assert tuning.configuration(CALL, fake_gpu) is None and not fake_gpu.launched
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     winner = tuning.configuration(CALL, fake_gpu)
-    assert winner[1] and fake_gpu.launched
+    assert winner is not None and fake_gpu.launched
     forget()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert tuning.configuration(CALL, fake_gpu) == winner  # known on disk: a capture takes it
@@ -335,16 +335,6 @@ def test_products_in_the_interpreter(monkeypatch, fake_gpu):
         assert used == [None]
     matmul(a, b)
     assert used[-1] is None
-
-
-def test_remembered_calls_are_forgotten_with_the_switch(monkeypatch):
-    from tp_invariant.kernels.gemm import matmul_tma
-
-    monkeypatch.setattr(matmul_tma, "_prepared", {"key": "a call"})
-    with tpi.gemm.autotune():
-        assert not matmul_tma._prepared
-        matmul_tma._prepared["key"] = "a call with a winner"
-    assert not matmul_tma._prepared
 
 
 SECOND_PROCESS = """

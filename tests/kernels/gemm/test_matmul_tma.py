@@ -6,7 +6,6 @@ Without a GPU its logic runs in Triton's interpreter; bytes are compared on a Ho
 from __future__ import annotations
 
 import concurrent.futures
-import ctypes
 import itertools
 import re
 import threading
@@ -178,17 +177,14 @@ def test_rank_major_operands_that_do_not_fit(error, message, args, options):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The TMA kernel takes all operands, in the interpreter; no earlier call is remembered."""
+    """The TMA kernel takes all operands, in the interpreter."""
     from tp_invariant.kernels.gemm import matmul_tma
 
     if HOPPER:
         pytest.skip("the interpreter runs on machines without a GPU")
     monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 3)
     monkeypatch.setattr(matmul_tma, "supports_tma", lambda a, n, out_dtype: True)
-    monkeypatch.setattr(matmul_tma, "_prepared", {})
-    matmul_tma._plan.cache_clear()
-    yield matmul_tma
-    matmul_tma._plan.cache_clear()
+    return matmul_tma
 
 
 def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
@@ -196,10 +192,13 @@ def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
     from tp_invariant.kernels.gemm.matmul import matmul
 
     seen = []
-    original = interpreted.Launch.__call__
-    monkeypatch.setattr(
-        interpreted.Launch, "__call__", lambda self, *args: (seen.append(args[10]), original(self, *args))[1]
-    )
+    kernel = interpreted._persistent_matmul
+
+    def launch(index, grid, args, constants, **options):
+        seen.append(args[9])
+        kernel(index, grid, args, constants, **options)
+
+    monkeypatch.setattr(interpreted, "_persistent_matmul", launch)
     monkeypatch.setattr(interpreted, "MAX_SIDE", 200)
     a, b = torch.randint(-8, 9, (4, 32)).float(), torch.randint(-8, 9, (32, 20)).float()
     for stride, launched in ((1, 1), (10, 10), (11, 1)):
@@ -208,80 +207,10 @@ def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
         assert seen.pop() == launched
 
 
-def test_keys_of_remembered_calls(interpreted):
-    """Everything but addresses that calls may differ in; memory that differs alone; calls that are never remembered."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    a, b = torch.ones(8, 8), torch.ones(8, 8)
-    unaligned = torch.ones(65)[1:].view(8, 8)
-    known = [
-        interpreted.call_key(x, y, bias, out_dtype, every)
-        for x, y in ((a, b), (a, unaligned), (unaligned, b), (a.t(), b), (a[:4], b), (a.view(torch.int32), b))
-        for bias in (None, a[0], unaligned[0], a[:, 0], a[0].view(torch.int32))
-        for out_dtype in (None, torch.float16)
-        for every in (None, 128, 512)
-    ]
-    with FakeTensorMode():
-        there = [torch.empty(8, 8, device=f"cuda:{index}") for index in (0, 1)]
-        assert interpreted.call_key(*there, None, None, None) is None, "a dispatch mode sees every call alike"
-    known += [interpreted.call_key(*each, None, None) for each in itertools.product(there, repeat=3)]
-    assert None not in known and len(set(known)) == len(known)
-    assert interpreted.call_key(b, a, b[0], None, None) == interpreted.call_key(a, b, a[0], None, None) in known
-    negated = torch._neg_view(a)
-    for args in ((negated, b), (a, negated), (a, b, negated[0]), (a, b, None, None, 512.0), (a, [1])):
-        assert interpreted.call_key(*args, *[None] * (5 - len(args))) is None
-
-
-def test_repeated_calls_in_the_interpreter(interpreted, monkeypatch):
-    """A prepared call reads the present contents of memory; a call that only looks equal is not taken for it."""
-    from tp_invariant.kernels.gemm import matmul as matmul_module
-
-    class Remembering(interpreted.Launch):
-        """A launch that passes the interpreter what it knows by address."""
-
-        direct = True
-
-        def descriptor(self, position, x, block, *layout):
-            self.blocks = {**getattr(self, "blocks", {}), position: block}
-            return super().descriptor(position, x, block, *layout)
-
-        def tensor_maps(self, position, shape, strides):
-            class Maps(dict):
-                def __missing__(_, address):
-                    extent = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-                    memory = torch.frombuffer((ctypes.c_float * extent).from_address(address), dtype=torch.float32)
-                    x = memory.as_strided(shape, strides)
-                    return super(Remembering, self).descriptor(position, x, self.blocks[position])
-
-            return Maps()
-
-    monkeypatch.setattr(interpreted, "Launch", Remembering)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    served = []
-    original = interpreted.repeat_call
-    monkeypatch.setattr(matmul_module, "repeat_call", lambda *args: (served.append(c := original(*args)), c)[1])
-    a, b = (torch.randint(-8, 9, shape).float() for shape in ((8, 32), (32, 20)))
-    for call in range(3):
-        a += 1
-        assert_bitwise_equal(matmul_module.matmul(a, b, promote_every=512), a @ b)
-        assert (served.pop() is not None) == (call > 0)
-    elsewhere = 3 * a, b + 1
-    assert_bitwise_equal(matmul_module.matmul(*elsewhere, promote_every=512), elsewhere[0] @ elsewhere[1])
-    assert served.pop() is not None
-    assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b, promote_every=512), -a @ b)
-    with pytest.raises(TypeError, match=r"promote_every=512\.0 must be an int"):
-        matmul_module.matmul(a, b, promote_every=512.0)
-    assert served == [None, None]
-
-
 @on_hopper
-def test_repeated_calls(monkeypatch):
+def test_repeated_calls():
     """At the same addresses: other values, biases, dtypes, promotions, strides and shapes, call by call."""
-    import triton
-
-    from tp_invariant.kernels import launch
     from tp_invariant.kernels.gemm import matmul as matmul_module
-    from tp_invariant.kernels.gemm import matmul_tma
     from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
 
     generic = MatmulConfig(64, 64, 64, 4, 3)
@@ -297,10 +226,6 @@ def test_repeated_calls(monkeypatch):
         *((a, b, dict(out_dtype=out_dtype)) for out_dtype in (torch.float16, torch.float32)),
         *((a, b, dict(promote_every=every)) for every in (128, 256)),
     ]
-    monkeypatch.setattr(matmul_tma, "_prepared", {})
-    served = []
-    original = matmul_tma.repeat_call
-    monkeypatch.setattr(matmul_module, "repeat_call", lambda *args: (served.append(c := original(*args)), c)[1])
     for _ in range(4):
         a.mul_(2)  # other values, in the same memory
         for x, y, options in variants:
@@ -308,8 +233,6 @@ def test_repeated_calls(monkeypatch):
             assert_bitwise_equal(
                 matmul_module.matmul(x, y, **options), expected, f"{x.stride()} {y.stride()} {options}"
             )
-    if triton.__version__.startswith(launch._KNOWN_LAUNCHERS):
-        assert sum(c is not None for c in served) >= 2 * len(variants)  # the last two rounds
     expected = matmul_module.matmul(-a, b, config=generic)
     assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b), expected, "negated by a bit")
     assert_bitwise_equal(matmul_module.matmul((-a).clone(), b), expected)

@@ -1,4 +1,7 @@
-"""Gated activations, Triton's and the CPU's: right, rounded where torch rounds, and every element by itself."""
+"""Gated activations, Triton's and the CPU's: right, rounded where torch rounds, and every element by itself.
+
+Those for experts, and those with torch's own bits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_invariant.kernels.rowwise import gated, gated_checks, reference_gated
+from tp_invariant.kernels.elementwise import in_whole_vectors
+from tp_invariant.kernels.rowwise import gated, reference_gated
+from tp_invariant.kernels.rowwise.reference_gated import TORCH_ACTIVATIONS, halves
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,10 +48,10 @@ def kernels(request) -> ModuleType:
     return request.param
 
 
-def data(t: int, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def data(t: int, h: int, dtype: torch.dtype, spread: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     """gate, up, dy."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(wide_randn(t, h, generator=generator, spread=3).to(DEVICE, dtype) for _ in range(3))
+    return tuple(wide_randn(t, h, generator=generator, spread=spread).to(DEVICE, dtype) for _ in range(3))
 
 
 def skip_where_bfloat16_is_truncated(kernels: ModuleType, dtype: torch.dtype) -> None:
@@ -139,10 +144,10 @@ def test_written_into_halves_of_one_tensor(kernels, dtype, activation):
     expected = everything(kernels, gate, up, dy, activation)
     for interleaved in (False, True):
         both = torch.stack([gate, up], dim=-1).flatten(1) if interleaved else torch.cat([gate, up], dim=1)
-        pair = gated_checks.halves(both, interleaved=interleaved)
+        pair = halves(both, interleaved=interleaved)
         assert_bitwise_equal([x.contiguous() for x in pair], [gate, up])
         grads = torch.full_like(both, 7.0)
-        outs = gated_checks.halves(grads, interleaved=interleaved)
+        outs = halves(grads, interleaved=interleaved)
         got = kernels.gated_backward(dy, *pair, activation, out=outs)
         assert_bitwise_equal([kernels.gated_forward(*pair, activation), *(x.contiguous() for x in got)], expected)
         assert [x.data_ptr() for x in got] == [x.data_ptr() for x in outs]
@@ -164,3 +169,124 @@ X = torch.ones(4, 8)
 def test_errors(kernels, error, message, args):
     with pytest.raises(error, match=re.escape(message)):
         getattr(kernels, message.partition(":")[0])(*args)
+
+
+# --- with torch's bits ------------------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    "relu": F.relu,
+}
+ERF_IS_ANOTHER = DEVICE == "cuda"  # in the CUDA that Triton brings than in torch's
+every_torch_activation = pytest.mark.parametrize("activation", TORCH_ACTIVATIONS)
+
+
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
+
+
+def with_torchs_bits(kernels: ModuleType, gate: Tensor, up: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
+    y = kernels.torch_gated_forward(gate, up, activation)
+    return [y, *kernels.torch_gated_backward(dy, gate, up, activation)]
+
+
+def by_torch(gate: Tensor, up: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
+    """With torch's operators and its autograd, on a CPU in full vectors."""
+    gate, up = (x.detach().clone().requires_grad_() for x in (gate, up))
+    y = in_whole_vectors(FUNCTIONS[activation], gate) * up
+    y.backward(dy)
+    return [y.detach(), gate.grad, up.grad]
+
+
+@every_torch_activation
+@every_dtype
+def test_the_bytes_of_torchs_operators(activation, dtype):
+    """Also of infinities, of numbers that are not normal, and of every gate that 16 bits can hold."""
+    if activation == "gelu" and ERF_IS_ANOTHER:
+        pytest.skip("Triton's erf on GPUs is not torch's")
+    kernels = KERNELS[-1]
+    gate, up, dy = data(64, 1024, dtype, spread=14)
+    if dtype != torch.float32:
+        every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).to(DEVICE).view(64, 1024)
+        gate = torch.where(every.isnan(), 0.0, every)
+    expected = by_torch(gate, up, dy, activation)
+    assert_bitwise_equal(with_torchs_bits(kernels, gate, up, dy, activation), expected)
+    if dtype != torch.float32 and activation != "relu":
+        with pytest.raises(AssertionError):  # the control: without the rounding between activation and product
+            assert_bitwise_equal((FUNCTIONS[activation](gate.float()) * up.float()).to(dtype), expected[0])
+
+
+@gpu
+@every_dtype
+@pytest.mark.parametrize("activation", [name for name in TORCH_ACTIVATIONS if name != "gelu"])
+def test_many_elements_on_a_gpu(activation, dtype):
+    tensors = data(2048, 2048, dtype, spread=14)
+    expected = by_torch(*tensors, activation)
+    for _ in range(2):  # the second time by the table of plans
+        assert_bitwise_equal(with_torchs_bits(gated, *tensors, activation), expected)
+
+
+@every_torch_activation
+@every_dtype
+def test_right_with_torchs_bits(kernels, activation, dtype):
+    skip_where_bfloat16_is_truncated(kernels, dtype)
+    gate, up, dy = data(5, 200, dtype)
+    exact = by_torch(gate.double(), up.double(), dy.double(), activation)
+    theirs = by_torch(gate, up, dy, activation)
+    for got, torchs, value in zip(with_torchs_bits(kernels, gate, up, dy, activation), theirs, exact, strict=True):
+        assert got.dtype == dtype and got.is_contiguous()
+        errors = [float((t.double() - value).norm() / value.norm()) for t in (got, torchs)]
+        assert errors[0] <= 1.05 * errors[1] + 4 * 2.0**-23, errors
+
+
+@every_torch_activation
+def test_an_element_depends_on_its_own_alone(kernels, activation):
+    """Any rows and columns of the whole, in any strides, have its bytes."""
+    tensors = data(9, 260, torch.float32)
+    whole = with_torchs_bits(kernels, *tensors, activation)
+    for rows, columns in (
+        (slice(0, 1), slice(None)), (slice(3, 9), slice(0, 64)), (slice(None), slice(77, 260)),
+        (slice(None, None, 2), slice(1, 30)), (slice(8, 9), slice(259, 260)),
+    ):  # fmt: skip
+        views = [x[rows, columns] for x in tensors]
+        expected = [x[rows, columns].contiguous() for x in whole]
+        assert_bitwise_equal(with_torchs_bits(kernels, *views, activation), expected)
+        turned = [x.t().contiguous().t() for x in views]
+        assert_bitwise_equal(with_torchs_bits(kernels, *turned, activation), expected)
+
+
+def test_views_that_are_negated_by_a_flag(kernels):
+    gate, up, dy = data(4, 64, torch.float32)
+    negated = torch.complex(gate, -gate).conj().imag
+    assert negated.is_neg()
+    expected = with_torchs_bits(kernels, gate, up, dy, "silu")
+    assert_bitwise_equal(with_torchs_bits(kernels, negated, up, dy, "silu"), expected)
+
+
+def test_halves_with_torchs_bits(kernels):
+    """Gradients written into the halves of one tensor, for halves of another."""
+    gate, up, dy = data(6, 100, torch.float32)
+    both, grads = torch.cat([gate, up], dim=-1), torch.full((6, 200), 7.0, device=DEVICE)
+    expected = with_torchs_bits(kernels, gate, up, dy, "gelu")
+    y = kernels.torch_gated_forward(*both.chunk(2, dim=-1), "gelu")
+    kernels.torch_gated_backward(dy, *both.chunk(2, dim=-1), "gelu", out=grads.chunk(2, dim=-1))
+    assert_bitwise_equal([y, *(x.contiguous() for x in grads.chunk(2, dim=-1))], expected)
+
+
+def test_no_rows_with_torchs_bits(kernels):
+    x = torch.empty(0, 64, device=DEVICE)
+    assert [t.shape for t in with_torchs_bits(kernels, x, x, x, "silu")] == [(0, 64)] * 3
+
+
+def test_errors_with_torchs_bits(kernels):
+    x = torch.ones(2, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="torch_gated_forward: activation is 'mish'; allowed: silu, gelu, gelu_tanh"):
+        kernels.torch_gated_forward(x, x, "mish")
+    with pytest.raises(TypeError, match=r"gate has dtype torch\.float64"):
+        kernels.torch_gated_forward(x.double(), x.double(), "silu")
+    with pytest.raises(TypeError, match=r"up has dtype torch\.bfloat16"):
+        kernels.torch_gated_forward(x, x.bfloat16(), "silu")
+    with pytest.raises(ValueError, match=r"dy has shape \(2, 4\)"):
+        kernels.torch_gated_backward(x[:, :4], x, x, "silu")

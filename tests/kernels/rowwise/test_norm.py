@@ -9,16 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.jit import native_specialize_impl
 
 from tp_invariant.comm.collectives import Group
 from tp_invariant.core.layout import TokenSharding
@@ -422,79 +418,7 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
             getattr(norm, operation)(*args, **OPTIONS[operation])
 
 
-# --- launches: which compiled kernel runs ---------------------------------------------------------------------------
-
-ARGUMENTS = [
-    *(0, 1, 2, 15, 16, 17, -1, -16, -100, 2**31 - 1, 2**31 + 1, 2**31, -(2**31), -(2**31) - 16, 2**63 - 1, 2**63),
-    *(0.0, 1.0, 16.0, None),
-    *(torch.zeros(32, dtype=dtype)[start:] for dtype in (*DTYPES, torch.int64) for start in (0, 1, 16)),
-]
-
-
-def test_one_launch_takes_no_two_arguments_that_triton_compiles_apart_for():
-    theirs = [native_specialize_impl(CUDABackend, x, False, True, True) for x in ARGUMENTS]
-    ours = [launch.specialization(x) for x in ARGUMENTS]
-    for (one, of_one), (other, of_other) in itertools.combinations(zip(ours, theirs, strict=True), 2):
-        assert one != other or of_one == of_other, (of_one, of_other)
-    assert len(set(theirs)) == 16 and len(set(ours)) < len(ours)
-
-
-class FakeKernel:
-    """Compiles at each call and records the launches: what a Launch uses of Triton."""
-
-    def __init__(self):
-        self.compiled, self.launched = [], []
-
-    def __getitem__(self, grid):
-        def compile_and_launch(*args, **options):
-            number = len(self.compiled)
-            self.compiled.append(options)
-            self.launched.append((number, grid, args))
-
-            class Direct:  # no function: Triton's is none either
-                def __call__(_, *of_all):  # grid, stream, 9 constants, arguments
-                    self.launched.append((number, of_all[:3], of_all[13:]))
-
-            class Compiled:
-                function = packed_metadata = None
-                run = SimpleNamespace(
-                    launch=Direct(), global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False,
-                    launch_pdl=False,
-                )  # fmt: skip
-
-                def __getitem__(_, grid):
-                    return lambda *args, stream: self.launched.append((number, grid, args))
-
-            return Compiled()
-
-        return compile_and_launch
-
-
-@pytest.mark.parametrize("version", ("3.6.0", "3.7.1"), ids=("direct", "public"))
-def test_a_launch_is_of_the_kernel_compiled_for_its_arguments(version, monkeypatch):
-    monkeypatch.setattr(launch, "_INTERPRETED", False)
-    monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 7)))
-    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", SimpleNamespace(make_tensordesc_arg=None))
-    kernel = FakeKernel()
-    launches = launch.Launches(kernel, enable_fp_fusion=False)
-    x, half = torch.zeros(64), torch.zeros(64).half()
-    plain = (0, (x, 32, 0.5), (True, 8), 4)
-    others = [
-        (0, (x[1:], 32, 0.5), (True, 8), 4), (0, (half, 32, 0.5), (True, 8), 4), (0, (None, 32, 0.5), (True, 8), 4),
-        (0, (x, 33, 0.5), (True, 8), 4), (0, (x, 1, 0.5), (True, 8), 4), (0, (x, 2**31, 0.5), (True, 8), 4),
-        (0, (x, 32, 0.5), (False, 8), 4), (0, (x, 32, 0.5), (True, 16), 4), (0, (x, 32, 0.5), (True, 8), 8),
-        (1, (x, 32, 0.5), (True, 8), 4),
-    ]  # fmt: skip
-    calls = [plain, *others, plain, *others, (0, (x[16:], 48, 0.25), (True, 8), 4)]
-    for at, (index, args, constants, warps) in enumerate(calls):
-        launches(index, (3, at), args, constants, num_warps=warps)
-    assert [number for number, _, _ in kernel.launched] == [*range(11), *range(11), 0]
-    assert len(kernel.compiled) == 11
-    assert kernel.compiled[9] == {"enable_fp_fusion": False, "num_warps": 8}
-    for at, (_, grid, got) in enumerate(kernel.launched):
-        _, args, constants, _ = calls[at]
-        assert grid == (3, at, 1) and len(got) == 5 and all(a is b for a, b in zip(got, args + constants, strict=True))
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @gpu

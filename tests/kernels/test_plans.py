@@ -1,0 +1,201 @@
+"""The table of plans: a repeated call equals a fresh one, whatever the memory and the values.
+
+Without a GPU the compiled forms are stand-ins that run Triton's interpreter, so that calls take the way of a GPU's.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import native_specialize_impl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tp_invariant.kernels import plans
+from tp_invariant.kernels.attention import forward as attention
+from tp_invariant.kernels.attention.spec import AttentionSpec
+from tp_invariant.kernels.experts import grouped, routing
+from tp_invariant.kernels.gemm import matmul
+from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax
+from tp_invariant.kernels.vocabulary import cross_entropy, embedding
+from tp_invariant.kernels.vocabulary.loss_spec import LossSpec
+from tp_invariant.testing import assert_bitwise_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
+SPEC, LOSS = AttentionSpec(causal=True, scale=0.3), LossSpec(60, -100, 0.1, 1e-3)
+NORM = dict(rms=False, zero_centered=True)
+
+
+def norms(x, dy, w):
+    y, mean, rstd = norm.norm_forward(x, w, w, eps=1e-5, **NORM)
+    dx, sums = norm.norm_backward(dy, x, w, mean, rstd, rows_per_sum=4, with_bias=True, **NORM)
+    return y, dx, *norm.fold_weight_gradients(sums, w.dtype, w.dtype), *add_norm.add_norm_forward(
+        x, dy, w, None, eps=1e-5, **NORM
+    )  # fmt: skip
+
+
+def losses(logits, grad):
+    target = torch.arange(len(logits), device=logits.device) * 3
+    values, stats = cross_entropy.whole_losses(logits, target, LOSS)
+    total, count = cross_entropy.sum_of_tokens(values, target, LOSS, mean=True)
+    return values, total, cross_entropy.logits_grad(grad[0, 0].float(), logits, target, stats, count, 60, 0, LOSS)
+
+
+def attentions(q, k, v):
+    out, lse = attention.forward(q, k, v, SPEC)
+    return out, lse, *attention.backward(q, q, k, v, out, lse, SPEC)[:3]
+
+
+def routes(scores, x):
+    scores = scores.float()
+    weights, index, *_ = routing.choose(scores, scores, 2, normalize=True, epsilon=0.0, scale=1.5, out_dtype=x.dtype)
+    order, places, offsets = routing.sort_by_expert(index, scores.shape[1])
+    rows = routing.spread_rows(x, places)
+    products = grouped.grouped_matmul(rows, x.t().expand(scores.shape[1], -1, -1), offsets)
+    return weights, order, rows, products, routing.combine(rows, weights, places), grouped.grouped_outer(
+        rows, rows, offsets
+    )  # fmt: skip
+
+
+# of each operation its function, and the shapes of its tensors
+OPERATIONS = {
+    "norms": (norms, (9, 64), (9, 64), (64,)),
+    "losses": (losses, (9, 64), (9, 64)),
+    "attention": (attentions, (1, 4, 40, 16), (1, 2, 40, 16), (1, 2, 40, 16)),
+    "routing and experts": (routes, (9, 6), (9, 32)),
+    "gated": (lambda *xs: [gated.gated_forward(*xs[:2], "silu"), *gated.gated_backward(*xs, "silu")], *3 * [(5, 64)]),
+    "gated with torch's bits": (lambda x, y: [gated.torch_gated_forward(x, y, "gelu_tanh")], (2, 5, 64), (2, 5, 64)),
+    "rotation": (lambda q, k, cos: rope.rope(q, k, cos, cos), (2, 3, 5, 16), (2, 1, 5, 16), (2, 5, 8)),
+    "softmax": (
+        lambda x: [softmax.softmax(x, log=True, out_dtype=x.dtype), softmax.row_sums(x, divisor=3, out_dtype=x.dtype)],
+        (7, 50),
+    ),
+    "embedding": (
+        lambda dy: [embedding.embedding_grad(dy, torch.arange(70, device=dy.device) % 3, 8, dy.dtype)],
+        (70, 24),
+    ),
+    "product": (lambda a, b: [matmul.matmul(a, b)], (64, 128), (128, 256)),
+}
+
+
+class Compiled:
+    """What Triton returns of a launch: with a grid it is launched again."""
+
+    def __init__(self, function, options):
+        self.function, self.options = function, options
+
+    def __getitem__(self, grid):
+        return lambda *args: interpret(self.function, *args, grid=grid, warmup=False, **self.options)
+
+
+interpret = InterpretedFunction.run
+
+
+def run_and_compile(self, *args, grid, warmup, **options):
+    interpret(self, *args, grid=grid, warmup=warmup, **options)
+    return Compiled(self, options)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """An empty one."""
+    monkeypatch.setattr(plans, "_plans", {})
+    if DEVICE == "cpu":
+        monkeypatch.setattr(plans, "interpreting", lambda: False)
+        monkeypatch.setattr(InterpretedFunction, "run", run_and_compile)
+    return plans._plans
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")  # as meant
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_repeated_call_equals_a_fresh_one(table, name):
+    function, *shapes = OPERATIONS[name]
+
+    def drawn(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator).to(DEVICE, DTYPE) for shape in shapes]
+
+    first, second = drawn(1), drawn(2)
+    of_first = list(function(*first))
+    size = len(table)
+    repeated = list(function(*second))
+    assert len(table) == size > 0 or (name == "product" and DEVICE == "cpu")  # of which interpreted ones have no plan
+    table.clear()
+    assert_bitwise_equal(repeated, list(function(*second)))
+    with pytest.raises(AssertionError):  # the control: other values give other bits
+        assert_bitwise_equal(repeated, of_first)
+
+
+# --- which compiled form runs -----------------------------------------------------------------------------------------
+
+ARGUMENTS = [
+    *(0, 1, 2, 15, 16, 17, -1, -16, -100, 2**31 - 1, 2**31 + 1, 2**31, -(2**31), -(2**31) - 16, 2**63 - 1, 2**63),
+    *(0.0, 1.0, 16.0, None),
+    *(torch.zeros(32, dtype=dtype)[start:] for dtype in (DTYPE, torch.float32, torch.int64) for start in (0, 1, 16)),
+    *(TensorDescriptor(torch.zeros(64, 64), [64, 64], [64, 1], [16, cols]) for cols in (16, 32)),
+    TensorDescriptor(torch.zeros(32, 64), [32, 64], [64, 1], [16, 16]),
+    TensorDescriptor(torch.zeros(64, 64).half(), [64, 64], [64, 1], [16, 16]),
+]
+
+
+def test_no_two_arguments_that_triton_compiles_apart_for_have_one_form():
+    theirs = [native_specialize_impl(CUDABackend, x, False, True, True) for x in ARGUMENTS]
+    ours = [plans.specialization(x) for x in ARGUMENTS]
+    for (one, of_one), (other, of_other) in itertools.combinations(zip(ours, theirs, strict=True), 2):
+        assert one != other or of_one == of_other, (of_one, of_other)
+    assert len(set(ours)) < len(ours)
+
+
+class FakeKernel:
+    """Compiles at each call and records the launches."""
+
+    def __init__(self):
+        self.options, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*args, **options):
+            number = len(self.options)
+            self.options.append(options)
+            self.launched.append((number, grid, args))
+
+            class Form:
+                def __getitem__(_, grid):
+                    return lambda *args: self.launched.append((number, grid, args))
+
+            return Form()
+
+        return compile_and_launch
+
+
+def test_a_launch_is_of_the_kernel_compiled_for_its_arguments(table, monkeypatch):
+    monkeypatch.setattr(plans, "interpreting", lambda: False)
+    function = FakeKernel()
+    kernel = plans.Kernel(function, enable_fp_fusion=False)
+    x, half = torch.zeros(64), torch.zeros(64).half()
+    plain = (0, (x, 32, 0.5), (True, 8), 4)
+    others = [
+        (0, (x[1:], 32, 0.5), (True, 8), 4), (0, (half, 32, 0.5), (True, 8), 4), (0, (None, 32, 0.5), (True, 8), 4),
+        (0, (x, 33, 0.5), (True, 8), 4), (0, (x, 1, 0.5), (True, 8), 4), (0, (x, 2**31, 0.5), (True, 8), 4),
+        (0, (x, 32, 0.5), (False, 8), 4), (0, (x, 32, 0.5), (True, 16), 4), (0, (x, 32, 0.5), (True, 8), 8),
+        (1, (x, 32, 0.5), (True, 8), 4),
+    ]  # fmt: skip
+    calls = [plain, *others, plain, *others, (0, (x[16:], 48, 0.25), (True, 8), 4)]
+    for at, (index, args, constants, warps) in enumerate(calls):
+        kernel(index, (3, at), args, constants, num_warps=warps)
+    assert [number for number, _, _ in function.launched] == [*range(11), *range(11), 0]
+    assert len(function.options) == 11
+    assert function.options[9] == {"enable_fp_fusion": False, "num_warps": 8}
+    for at, (_, grid, got) in enumerate(function.launched):
+        _, args, constants, _ = calls[at]
+        assert grid == (3, at, 1) and len(got) == 5 and all(a is b for a, b in zip(got, args + constants, strict=True))
+
+
+def test_a_plan_is_made_once_for_equal_arguments_and_none_is_a_plan(table):
+    made = []
+    plan = plans.planned(lambda *sizes: made.append(sizes))
+    assert plan(2, 3) is plan(2, 3) is plan(3, 2) is None
+    assert made == [(2, 3), (3, 2)]
