@@ -183,19 +183,19 @@ def test_configurations_are_measured_in_turn_and_those_that_do_not_compile_are_l
 
 def test_a_shape_is_measured_once(fake_gpu):
     winner = tuning.candidates(CALL)[-1]
-    assert tuning.configuration(CALL, fake_gpu) == (winner, True)
+    assert tuning.configuration(CALL, fake_gpu) == winner
     assert set(fake_gpu.launched) == set(tuning.candidates(CALL))
     fake_gpu.launched.clear()
-    assert tuning.configuration(CALL, fake_gpu) == (winner, True)
+    assert tuning.configuration(CALL, fake_gpu) == winner
     forget()
-    assert tuning.configuration(CALL, fake_gpu) == (winner, True)  # from the disk
+    assert tuning.configuration(CALL, fake_gpu) == winner  # from the disk
     assert not fake_gpu.launched
 
 
 def test_a_shape_is_measured_once_by_threads(fake_gpu):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         found = set(pool.map(lambda _: tuning.configuration(CALL, fake_gpu), range(8)))
-    assert found == {(tuning.candidates(CALL)[-1], True)}
+    assert found == {tuning.candidates(CALL)[-1]}
     assert len(fake_gpu.launched) == 4 * len(tuning.candidates(CALL))
 
 
