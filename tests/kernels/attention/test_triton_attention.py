@@ -31,13 +31,11 @@ def small_kernels(monkeypatch):
     monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "_kernel", lambda q: kernels)
     monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "_MERGE_WIDTH", 2)
-    kernels._plan.cache_clear()  # it does not know of other tiles
     tile = Tile(16, 16, 4, 1)
     monkeypatch.setattr(kernels, "forward_tile", lambda *sizes: tile)
     monkeypatch.setattr(attention_backward, "backward_query_tile", lambda *sizes, **options: tile)
     monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *sizes, **options: ((tile, True, True),))
     yield
-    kernels._plan.cache_clear()
 
 
 def data(queries, keys, heads=4, kv_heads=2, spread=2):
