@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import Any
 
 import torch
 import triton
@@ -78,20 +77,3 @@ def bind_context(device_index: int) -> None:
     if not getattr(_thread, "has_context", False):
         torch.cuda.set_device(device_index)  # the runtime call is made even where this is the current device
         _thread.has_context = True
-
-
-class Launch:
-    """A kernel of the peer transports, bound to its options."""
-
-    direct = False
-
-    def __init__(self, kernel: Any, programs: int | None = None, **options: Any) -> None:
-        self._kernel, self._options = kernel, options
-        self._grid = None if programs is None else (programs, 1, 1)
-
-    def __call__(self, device_index: int | None, *args: Any, grid: tuple[int, int, int] | None = None) -> None:
-        self._kernel[grid or self._grid](*args, **self._options)
-
-
-def empty_beside(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.new_empty(shape)
