@@ -299,87 +299,10 @@ def test_blocks_without_a_row_parallel_layer(gather):
     torch.testing.assert_close(grads["layers.0.up.0.weight"], model.layers[0].up[0].weight.grad, rtol=1e-3, atol=1e-4)
 
 
-class Mixer(nn.Module):
-    """Of which no plan shards anything: each token's result depends on all tokens before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.linear = nn.Parameter(torch.randn(64)), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.flatten(2).cumsum(1) * self.scale / x.shape[1])
-
-
-class MixingLayer(nn.Module):
-    """call: how the layer hands its hidden states to the last mixer."""
-
-    def __init__(self, call: str) -> None:
-        super().__init__()
-        self.norm, self.call = nn.LayerNorm(64), call
-        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-        self.mixers = nn.ModuleList([Mixer(), Mixer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, last = self.mixers
-        y = self.norm(x)
-        x = x + first(y) + self.mlp(y)
-        if self.call == "inner":
-            return x + last.linear(x)
-        return x + (last(x.unflatten(2, (8, 8))) if self.call == "four dims" else last(x=x) if self.call else last(x))
-
-
-def mixed_on_rank(tp_group, sp, mode, call=""):
-    torch.manual_seed(0)
-    model = Stack(False)
-    model.layers = nn.ModuleList([MixingLayer(call), MixingLayer(call)])
-    alone = copy.deepcopy(model)
-    plan = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
-    parallelize(model, tp_group, plan, sequence_parallel=sp)
-    found = []
-    for one in (model, alone):
-        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with tpi.set_tp_invariant_mode(mode):
-            try:
-                y = one(x)
-            except (ValueError, TypeError) as error:
-                return str(error)
-            y.square().mul(torch.arange(64)).sum().backward()
-        found.append((y.detach(), x.grad, testing.full_grads(one)))
-    return found
-
-
-def test_blocks_that_the_plan_leaves_whole():
-    """Under sequence parallelism they see all tokens, in a list of modules, too."""
-    ((want, exact),) = run_ranks(mixed_on_rank, 1, False, True)
-    torch.testing.assert_close(want, exact, rtol=1e-3, atol=1e-4)
-    assert want[2]["layers.0.mixers.1.scale"].any()
-    for got, _ in run_ranks(mixed_on_rank, 4, True, True):
-        assert_bitwise_equal(got, want)
-    ((off, _),) = run_ranks(mixed_on_rank, 1, False, False)
-    for got, _ in run_ranks(mixed_on_rank, 4, True, False):
-        assert any(not torch.equal(grad, off[2][name]) for name, grad in got[2].items())
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        ("inner", r"layers\.0\.mixers\.1\.linear\.weight: the same on every rank, and meets this rank's part"),
-        ("four dims", r"Mixer is whole on every rank.* it got a tensor of shape \(2, 4, 8, 8\)"),
-        ("by another name", r"Mixer is whole on every rank.* it got a NoneType"),
-    ],
-)
-def test_whole_blocks_that_do_not_get_the_hidden_states(call, text):
-    """Where nothing is sharded they work, and under sequence parallelism every rank says what is wrong."""
-    ((want, exact),) = run_ranks(mixed_on_rank, 1, False, True, call)
-    torch.testing.assert_close(want[0], exact[0], rtol=1e-3, atol=1e-4)
-    for said in run_ranks(mixed_on_rank, 2, True, True, call):
-        assert isinstance(said, str) and re.search(text, said), said
-
-
 class Attends(nn.Module):
-    """Of hidden states that are given three times; `flat`: its result has the tokens of all sequences in one dim."""
+    """Of hidden states that are given three times; flat: its result has the tokens of all sequences in one dim."""
 
-    def __init__(self, flat: bool) -> None:
+    def __init__(self, flat: bool = False) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
         self.flat = flat
@@ -391,75 +314,78 @@ class Attends(nn.Module):
 
 
 class AttendingLayer(nn.Module):
-    """others: of what keys and values are made: the "same" tensor as queries, or "another"."""
+    """case: how it calls its attention, which the plan leaves whole or shards."""
 
-    def __init__(self, others: str, attention: Attends) -> None:
+    def __init__(self, case: str) -> None:
         super().__init__()
-        self.norm, self.other_norm, self.others, self.attention = nn.LayerNorm(64), nn.LayerNorm(64), others, attention
+        self.norm, self.other_norm, self.case = nn.LayerNorm(64), nn.LayerNorm(64), case
+        self.attentions = nn.ModuleList([Attends(case == "flat")])
         self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        z = y if self.others == "same" else self.other_norm(x)
-        x = x + self.attention(y, z, v=z).view(x.shape)
+        y, attention = self.norm(x), self.attentions[0]
+        z = self.other_norm(x) if self.case == "another" else y
+        if self.case == "inner":
+            return x + attention.o(y) + self.mlp(y)
+        x = x + (attention(q=y, k=z, v=z) if self.case == "by name" else attention(y, z, v=z)).view(x.shape)
         return x + self.mlp(x)
 
 
-def attending_on_rank(tp_group, sp, sharded, grad=True, others="same", flat=False):
+def attending_on_rank(tp_group, sp, sharded, case="", mode=True):
     torch.manual_seed(0)
     model = Stack(False)
-    model.layers = nn.ModuleList([AttendingLayer(others, Attends(flat)) for _ in range(2)])
+    model.layers = nn.ModuleList([AttendingLayer(case) for _ in range(2)])
     alone = copy.deepcopy(model)
     plan = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
     if sharded:
-        plan |= {f"layers.*.attention.{name}": "colwise" for name in "qkv"} | {"layers.*.attention.o": "rowwise"}
-    found = []
+        plan |= {f"layers.*.attentions.0.{name}": "colwise" for name in "qkv"} | {"layers.*.attentions.0.o": "rowwise"}
+    results = []
     try:
         parallelize(model, tp_group, plan, sequence_parallel=sp)
         for one in (model, alone):
             x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            with tpi.set_tp_invariant_mode(True), torch.set_grad_enabled(grad):
+            with tpi.set_tp_invariant_mode(mode):
                 y = one(x)
-            if grad:
-                y.square().mul(torch.arange(64)).sum().backward()
-            found.append((y.detach(), x.grad, testing.full_grads(one) if grad else None))
+            y.square().mul(torch.arange(64)).sum().backward()
+            results.append((y.detach(), x.grad, testing.full_grads(one)))
     except ValueError as error:
         return str(error)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_hidden_states_that_a_block_gets_several_times(sharded):
-    """Keys and values are of all tokens, too, and not of this rank's alone, which no shape says."""
+def test_blocks_get_all_tokens_wherever_hidden_states_are_given(sharded):
+    """Keys and values are of all tokens, too, and not of this rank's alone, which no shape says. The plan may leave
+    the block whole."""
     ((want, exact),) = run_ranks(attending_on_rank, 1, False, sharded)
     torch.testing.assert_close(want, exact, rtol=1e-3, atol=1e-4)
-    for got, _ in run_ranks(attending_on_rank, 2, True, sharded):
+    for got, _ in run_ranks(attending_on_rank, 4, True, sharded):
         assert_bitwise_equal(got, want)
-    for got, _ in run_ranks(attending_on_rank, 2, True, sharded, False):
-        assert_bitwise_equal(got[0], want[0])
-
-
-OTHER_TOKENS = r"Attends got hidden states of shape \(2, 4, 64\).* another tensor of as many tokens, .* \(2, 4, 64\)"
+    ((off, _),) = run_ranks(attending_on_rank, 1, False, sharded, "", False)
+    for got, _ in run_ranks(attending_on_rank, 4, True, sharded, "", False):
+        assert any(not torch.equal(grad, off[2][name]) for name, grad in got[2].items())
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),  # sharded, grad, others, flat
+    ("sharded", "case", "text"),
     [
-        ((False, True, "another"), OTHER_TOKENS),
-        ((False, False, "another"), OTHER_TOKENS),
-        ((True, True, "another"), "this rank's part of the activations: taken as the same on every rank"),
-        ((False, True, "same", True), r"Attends got all tokens .* \(2, 8, 64\).* is of shape \(16, 64\)"),
-    ],
-    ids=[
-        "another",
-        "another, without gradients",
-        "another, sharded",
-        "flat",
+        (
+            False,
+            "another",
+            r"Attends got hidden states of shape \(2, 4, 64\).* another tensor of as many tokens, .* nothing",
+        ),
+        (True, "another", "this rank's part of the activations: taken as the same on every rank"),
+        (False, "flat", r"Attends got all tokens .* \(2, 8, 64\).* is of shape \(16, 64\)"),
+        (False, "by name", "Attends is whole on every rank.* it got a NoneType"),
+        (False, "inner", r"layers\.0\.attentions\.0\.o\.weight: the same on every rank, and meets this rank's part"),
     ],
 )
-def test_tokens_of_this_rank_that_nothing_gathers(options, text):
-    for said in run_ranks(attending_on_rank, 2, True, *options):
-        assert isinstance(said, str) and re.search(text, said), said
+def test_blocks_that_do_not_get_all_tokens_are_refused(sharded, case, text):
+    """Where tokens are not sharded they work."""
+    ((want, exact),) = run_ranks(attending_on_rank, 1, False, sharded, case)
+    torch.testing.assert_close(want[0], exact[0], rtol=1e-3, atol=1e-4)
+    for error in run_ranks(attending_on_rank, 2, True, sharded, case):
+        assert isinstance(error, str) and re.search(text, error), error
 
 
 def twice_normed(dtype=torch.float32):

@@ -116,16 +116,6 @@ def test_the_class_s_own_forward_given_to_a_module():
     assert isinstance(model[0], tpi.Linear)
 
 
-def test_a_hook_of_gradient_checkpointing_is_named():
-    model = hf_models.build("llama")
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()  # as the line before does in some versions
-    text = refusal(model)
-    assert (
-        "make_inputs_require_grads), which the module in its place would not have: register them, or call what" in text
-    )
-
-
 def test_a_forward_given_to_an_activation_is_called():
     model = nn.Sequential(nn.Linear(4, 8), nn.SiLU())
     model[1].forward = torch.neg
@@ -151,12 +141,11 @@ def test_dropout_in_a_config():
     assert "  config.attention_dropout=0.1: dropout's mask would depend on the degree; set it to 0" in text
 
 
-@pytest.mark.parametrize("name", ["flex_attention", "flash_attention_2"])
-def test_an_unsafe_attention(name):
+def test_an_unsafe_attention():
     model = hf_models.build("llama")
-    model.config._attn_implementation = name
+    model.config._attn_implementation = "flash_attention_2"
     text = refusal(model)
-    assert f"attn_implementation={name!r} may give a head other bits" in text
+    assert "attn_implementation='flash_attention_2' may give a head other bits" in text
     assert "choose one of 'sdpa', 'eager'" in text
 
 
@@ -472,40 +461,11 @@ def test_norms_of_heads_by_other_names(name):
     assert [(m.heads, m.heads_dim) for m in map(attention.get_submodule, NORMS[name])] == [(8, 1), (4, 1)]
 
 
-def norm_grads_on_rank(tp_group, name, mode):
-    model = parallelize(with_norms(name), tp_group)
-    with tpi.set_tp_invariant_mode(mode):
-        model(**hf_models.batch()).loss.backward()
-    return {n: g for n, g in testing.full_grads(model).items() if n.rpartition(".")[0].endswith(NORMS[name])}
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_gradients_of_norms_of_heads_by_other_names(name):
-    (expected,) = run_ranks(norm_grads_on_rank, 1, name, True)
-    for got in run_ranks(norm_grads_on_rank, 4, name, True):
-        testing.assert_bitwise_equal(got, expected)
-    assert any(not g.equal(expected[n]) for n, g in run_ranks(norm_grads_on_rank, 4, name, False)[0].items())
-    model = with_norms(name)
-    model(**hf_models.batch()).loss.backward()
-    theirs = dict(model.named_parameters())
-    assert len(expected) == (8 if name == "Phi" else 4)
-    for n, g in expected.items():
-        torch.testing.assert_close(g, theirs[n].grad, rtol=1e-3, atol=1e-6)
-
-
 def test_a_plan_for_the_output_layer_only():
     model = hf_models.build("llama")
     model._tp_plan, model.config.base_model_tp_plan = {"lm_head": "colwise_gather_output"}, {}
     assert "brings a tensor-parallel plan for its output layer only (lm_head), none for its layers: give " in refusal(
         model
-    )
-
-
-def test_a_version_that_describes_its_masks_otherwise(monkeypatch):
-    """As transformers 4.57 does; its models ended in an AttributeError of their first forward."""
-    monkeypatch.delattr("transformers.masking_utils.bidirectional_mask_function")
-    assert "no masking_utils.bidirectional_mask_function): install transformers>=5.0" in refusal(
-        hf_models.build("llama")
     )
 
 
