@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint, data_parallel, determinism, graphs, hugging_face, optim, testing
-from . import old_paths as old_paths
 from . import owners as owners
 from . import parameters as parameters
 from . import plans as plans

@@ -28,10 +28,10 @@ from torch.nn.utils import prune
 import tp_invariant as tpi
 from tp_invariant.checkpoint import files as checkpoint_files
 from tp_invariant.checkpoint import plan as checkpoint_plan
-from tp_invariant.checkpoint.files import FORMAT, WITHOUT_DIGESTS, check_boxes
+from tp_invariant.checkpoint.files import FORMAT, check_boxes
 from tp_invariant.testing import RankError, assert_bitwise_equal, digest
 
-OLD = Path(__file__).parent / "checkpoint_1"  # written by the version before digests, at TP=2
+OLD = Path(__file__).parent / "checkpoint_0.1.0"  # written by that version, at TP=2
 OLD_MODEL = "b3958e5186236bcbd3dd9b2dbf861e4b36584841fb5f93629e84693021fe46bf"
 OLD_STATE = "ae57af5a0981a09ff849b1fdbba2a60ae5a35c74081a6c9e6b68756db56a0b62"
 
@@ -88,20 +88,6 @@ def rewrite(folder, change, *, sign=True):
     if sign and index["format"] == FORMAT:
         index["digest"] = checkpoint_files._index_digest(index)
     path.write_text(json.dumps(index))
-
-
-def as_old(folder):
-    """Converts a checkpoint to the version without digests."""
-
-    def change(index):
-        index["format"] = WITHOUT_DIGESTS
-        del index["save"], index["digest"]
-        index["values"]["optimizer"].pop("class")
-        for entry in index["tensors"].values():
-            for box in entry["boxes"]:
-                box.pop("digest", None)
-
-    rewrite(folder, change)
 
 
 # --- one bit, another save, another tensor --------------------------------------------------------------------------
@@ -231,10 +217,6 @@ def test_an_inconsistent_index_is_refused(saved, what):
     (folder / "index.json").write_text(whole)
     rewrite(folder, change)
     assert str(folder) in refused(folder, f"index.json.*: .*{text}")
-    (folder / "index.json").write_text(whole)
-    as_old(folder)
-    rewrite(folder, change)
-    refused(folder, f"index.json.*: .*{text}")
 
 
 def test_another_tensors_boxes_are_found_by_their_digests(saved):
@@ -315,13 +297,10 @@ def places_in(value, path=()):
         yield from places_in(item, (*path, key))
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_any_change_of_the_index_is_refused_or_without_effect(tmp_path_factory, old):
+def test_any_change_of_the_index_is_refused_or_without_effect(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz") / "c"
     model, optimizer = make(None)
     tpi.checkpoint.save(folder, model, optimizer, extra={"step": 7, "rng": torch.arange(3)})
-    if old:
-        as_old(folder)
     whole, held = (folder / "index.json").read_text(), bytes_of(model, optimizer)
     paths = [path for path in places_in(json.loads(whole)) if path]
     target, target_optimizer = make(None, seed=1)
@@ -420,7 +399,7 @@ def test_another_optimizers_state(saved):
     sgd = folder.parent / "sgd"
     tpi.checkpoint.save(sgd, *make(None, kind=torch.optim.SGD, momentum=0.9))
     refused(sgd, r"has momentum=0.9 against momentum=0", kind=torch.optim.SGD)
-    as_old(folder)
+    rewrite(folder, lambda index: index["values"]["optimizer"].pop("class"))
     refused(folder, r"param_groups\[0\] has the options amsgrad, .* and lacks", kind=torch.optim.SGD, momentum=0.9)
     refused(folder, r"param_groups\[0\] has amsgrad=False against amsgrad=True", amsgrad=True)
 
@@ -491,21 +470,18 @@ def load_old(tp_group, folder):
     return extra, tpi.full_state_dict(model), tpi.full_optimizer_state_dict(model, optimizer)
 
 
-def test_an_old_checkpoint_loads_with_a_warning_that_it_has_no_digests(tmp_path, caplog):
-    extra, *_ = load_old(None, OLD)
-    lines = [record.getMessage() for record in caplog.records if record.name == "tp_invariant"]
-    assert len([line for line in lines if "has no digests" in line and str(OLD) in line]) == 1
-    assert extra["step"] == 7
-    for extra, model, optimizer in run_ranks(load_old, 4, str(OLD)):
-        assert_bitwise_equal(extra["rng"], torch.arange(3))
-        assert digest(model) == OLD_MODEL and digest(optimizer["state"]) == OLD_STATE
-        assert optimizer["param_groups"][0]["lr"] == 0.5
-    shutil.copytree(OLD, tmp_path / "c")
-    caplog.clear()
-    tpi.checkpoint.save(tmp_path / "c", *make(None))
-    assert len(os.listdir(tmp_path / "c")) == 2
-    tpi.checkpoint.load(tmp_path / "c", *make(None, seed=1))
-    assert not [record for record in caplog.records if record.name == "tp_invariant"]
+def test_a_checkpoint_of_the_first_release_loads():
+    for world in (1, 4):
+        for extra, model, optimizer in run_ranks(load_old, world, str(OLD)):
+            assert extra["step"] == 7
+            assert_bitwise_equal(extra["rng"], torch.arange(3))
+            assert digest(model) == OLD_MODEL and digest(optimizer["state"]) == OLD_STATE
+            assert optimizer["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_format_from_before_it_is_refused_by_name(saved):
+    rewrite(saved[0], lambda index: index.update(format="tp_invariant checkpoint 1"), sign=False)
+    refused(saved[0], "its format is 'tp_invariant checkpoint 1', and this version reads 'tp_invariant checkpoint 2'")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

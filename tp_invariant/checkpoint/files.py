@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 INDEX, LOCK = "index.json", "save.lock"
-FORMAT, WITHOUT_DIGESTS = "tp_invariant checkpoint 2", "tp_invariant checkpoint 1"
+FORMAT = "tp_invariant checkpoint 2"
 _DATA = re.compile(r"[0-9a-f]{16}-\d{5,}-\d{5,}\.safetensors")
 _LEFT_OVER = re.compile(rf"{_DATA.pattern}|[0-9a-f]{{16}}-{re.escape(INDEX)}|{re.escape(INDEX)}\.new")
 _FILE_BYTES = 2**31  # a file's boxes are copied to the CPU together
@@ -362,21 +362,21 @@ def _batches(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 class Place(NamedTuple):
-    """Where a box is stored; digest is None in checkpoints without digests."""
+    """Where a box is stored, and the SHA-256 of its bytes."""
 
     file: str
     key: str
     sizes: torch.Size
     dtype: torch.dtype
-    digest: str | None
+    digest: str
 
 
 class Index(NamedTuple):
-    """What a checkpoint holds; the metadata's storage_data are Places. `save` is None if there are no digests."""
+    """What a checkpoint holds; the metadata's storage_data are Places."""
 
     metadata: Metadata
     values: dict[str, Any]
-    save: str | None
+    save: str
     digest: str  # of the file: the same on every rank that reads the same checkpoint
 
 
@@ -434,13 +434,11 @@ def read_index(folder: Path) -> Index:
 
 def _checked_index(index: Any, digest: str) -> Index:
     found = _field(index, "format", str, "the index")
-    if found not in (FORMAT, WITHOUT_DIGESTS):
+    if found != FORMAT:
         raise ValueError(f"its format is {reprlib.repr(found)}, and this version reads {FORMAT!r}")
-    save: str | None = None
-    if found == FORMAT:
-        if _index_digest(index) != index.get("digest"):
-            raise ValueError("it is not what was saved: its content does not have its digest")
-        save = _field(index, "save", str, "the index")
+    if _index_digest(index) != index.get("digest"):
+        raise ValueError("it is not what was saved: its content does not have its digest")
+    save = _field(index, "save", str, "the index")
     values = _field(index, "values", dict, "the index")
     _field(values, "extra", dict, "values")
     if _field(values, "optimizer", object, "values") is not None:
@@ -455,7 +453,7 @@ def _checked_index(index: Any, digest: str) -> Index:
         chunks = []
         for box in _field(entry, "boxes", list, name):
             offsets, sizes = _lengths(box, "offsets", f"a box of {name}"), _lengths(box, "sizes", f"a box of {name}")
-            places[MetadataIndex(name, offsets)] = _place(box, name, offsets, sizes, dtype, entries, save)
+            places[MetadataIndex(name, offsets)] = _place(box, name, offsets, sizes, dtype, entries)
             chunks.append(ChunkStorageMetadata(offsets, sizes))
         check_boxes(name, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
@@ -469,7 +467,6 @@ def _place(
     sizes: torch.Size,
     dtype: torch.dtype,
     entries: Mapping[str, Any],
-    save: str | None,
 ) -> Place:
     what = f"a box of {name}"
     file, key = _field(box, "file", str, what), _field(box, "key", str, what)
@@ -481,8 +478,7 @@ def _place(
         right = owner.startswith("model.") and name.startswith("model.") and entries.get(owner) == entries[name]
     if not right:
         raise ValueError(f"the box at {list(offsets)} of {name} has the key {reprlib.repr(key)} of another box")
-    digest = None if save is None else _field(box, "digest", str, what)
-    return Place(file, key, sizes, dtype, digest)
+    return Place(file, key, sizes, dtype, _field(box, "digest", str, what))
 
 
 class SafetensorsReader(StorageReader):
@@ -549,7 +545,7 @@ class SafetensorsReader(StorageReader):
         except Exception as error:
             reason = str(error)
             raise ValueError(reason if str(path) in reason else f"{path} cannot be read: {reason}") from error
-        if self.index.save is not None and (metadata or {}).get("save") != self.index.save:
+        if (metadata or {}).get("save") != self.index.save:
             raise ValueError(f"{path} is not of the save that {INDEX} names, {self.index.save}")
         self.files[file] = data
 
@@ -569,7 +565,7 @@ class SafetensorsReader(StorageReader):
 
     def _check(self, place: Place) -> None:
         tensor = self._box(place)
-        if place.digest is not None and _bytes_digest(tensor.contiguous()) != place.digest:
+        if _bytes_digest(tensor.contiguous()) != place.digest:
             raise ValueError(
                 f"{self.folder / place.file} is damaged: {place.key} does not have the digest that {INDEX} holds"
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import reprlib
 import warnings
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
 _TUPLE = "__tuple__"
 _DEPTH = 100  # of nested values
-_logger = logging.getLogger("tp_invariant")
 
 
 def save(
@@ -222,10 +220,6 @@ def load(
         raise ValueError(
             f"the ranks read different {INDEX} in {folder}: another job saves into it, or ranks do not share it"
         )
-    if reader.index.save is None and ranks.rank == 0:
-        _logger.warning(
-            "the checkpoint %s has no digests, as of an older version: damage to its data goes unnoticed", folder
-        )
     _run(dcp.load, ranks, what, storage_reader=reader, planner=BoxLoadPlanner(tensors))
     loaded = tree_map_only(Entry, lambda entry: entry.tensor, values)
     if optimizer is not None:
@@ -252,9 +246,9 @@ def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) ->
 
 
 def _contents(index: Index, name: str) -> list[tuple]:
-    """A tensor's boxes with their digests, or with their places in a checkpoint without digests."""
+    """A tensor's boxes with their digests."""
     return sorted(
-        (tuple(box.offset), tuple(place.sizes), place.digest or (place.file, place.key))
+        (tuple(box.offset), tuple(place.sizes), place.digest)
         for box, place in index.metadata.storage_data.items()
         if box.fqn == name
     )
