@@ -208,7 +208,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_an_inconsistent_index_is_refused(saved, what):
-    """Its content is checked, also in an old checkpoint; a new one also has a digest."""
+    """Its content is checked, and its digest before."""
     folder, _ = saved
     whole = (folder / "index.json").read_text()
     change, text = CHANGES[what]
