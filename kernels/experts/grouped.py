@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..gemm.matmul import INTERPRETER_CONFIG, no_negated_views, product_tile
 from ..gemm.matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
-from ..gemm.output import written
+from ..gemm.operands import written
 from ..launch import cdiv, interpreting, launch_on, next_power_of_2
 from ..plans import Kernel
 from . import grouped_tma

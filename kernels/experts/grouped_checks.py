@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gemm.operands import check_kinds
-from ..gemm.output import _overlap, check_output
+from ..gemm.operands import check_kinds, check_output, overlap
 
 
 def _check_dims(operation: str, name: str, tensor: Tensor, shape: str, first: int) -> None:
@@ -79,7 +78,7 @@ def check_grouped_outer(
                 f"[E, M, N], here {shape}, that torch does not negate by a flag"
             )
         for name, read in (("a", a), ("b", b)):
-            if out.numel() and read.numel() and _overlap(out, read):
+            if out.numel() and read.numel() and overlap(out, read):
                 raise ValueError(f"{operation}: out shares memory with {name}; allowed: memory of its own")
         if not experts:
             return out.dtype

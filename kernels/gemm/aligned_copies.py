@@ -23,7 +23,7 @@ from . import matmul_tma
 from .matmul_configs import Product, choose_config, estimated_us, fit, tma_configs
 from .matmul_table import COPIES, GENERIC
 from .matmul_tma import tma_layout
-from .output import written
+from .operands import written
 
 _BYTES_AT_ONCE = 256 << 20  # of copies of rows of A and C: what they take of memory besides a copy of B
 _HOST_US = 5.0  # what a copy that is not needed must save at least, since the host needs as long to launch it

@@ -67,15 +67,14 @@ class autotune:
 
     Measured are products of bfloat16 and float16 operands that TMA can address, or copies of them, on a Hopper GPU.
     Others keep the usual configuration: odd sizes that are not copied, operands read in place from several ranks,
-    promotion (`bundled(promote_every=)`), and float32, which a line of the log at INFO names. On a CPU it does nothing,
-    which a line at INFO says.
+    promotion (`bundled(promote_every=)`), and float32, which a line of the log at INFO names. On a CPU it does nothing.
 
     Winners are files in tp_invariant/gemm of `XDG_CACHE_HOME` (~/.cache), one for each device name, Triton, library
     version, dtypes, layout and shape; delete the folder to measure anew. A damaged file is ignored, with a warning.
 
     Raises:
         TypeError: `enabled` is not True, False or None.
-        ValueError: by a product, the variable holds anything else.
+        ValueError: by a product on a GPU, the variable holds anything else.
         NotImplementedError: by a product, a CUDA device that is not a Hopper GPU: no test has compared the bits there.
     """
 
@@ -119,10 +118,7 @@ def _say_once(text: str) -> None:
 
 def check_unmeasured(a: Tensor) -> None:
     """For a product that is not the TMA kernel's: says why it is not measured, or refuses its device."""
-    if not is_enabled():
-        return
-    if not a.is_cuda:
-        _say_once("autotune: products on a CPU have no tile configurations, nothing is measured")
+    if not a.is_cuda or not is_enabled():
         return
     major, minor = torch.cuda.get_device_capability(a.device)
     if major != 9:

@@ -27,8 +27,7 @@ from .aligned_copies import copied_matmul
 from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import rank_major_operands, tma_matmul, tma_operands
-from .operands import check_bias, check_kinds, check_operands
-from .output import check_output, check_promotion, written
+from .operands import check_bias, check_kinds, check_operands, check_output, check_promotion, written
 
 # In the interpreter tl.dot is one BLAS call per block, so block_k does change bits there: all shapes share one value.
 INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
@@ -184,7 +183,7 @@ def matmul(
         accumulate: add the product to out, which is float32: the bytes of `out.add_(matmul(a, b, bias=bias,
             out_dtype=torch.float32))`.
         promote_every: None, or the number of k, a multiple of 128, after which the accumulator is added to a second
-            one. It changes the order of K and so the bits. See output.py.
+            one. It changes the order of K and so the bits. See operands.py.
         config: tile shape for this module's kernel, for tests and tuning. None uses `choose_config`, and on Hopper the
             TMA kernel if possible, of copies if need be. Neither changes a bit.
 

@@ -27,7 +27,7 @@ from ..launch import cdiv
 from ..plans import Kernel, descriptor, planned
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
-from .output import written
+from .operands import written
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its row stride
 MAX_SIDE = 2**31 - 1  # TMA coordinates are 32-bit

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .autotune import check_unmeasured
-from .operands import check_batches, check_operands
-from .output import check_output, check_promotion
+from .operands import check_batches, check_operands, check_output, check_promotion
 
 K_BLOCK = 128
 _PAD = 64  # the BLAS gets multiples of this many rows and columns
@@ -150,7 +148,6 @@ def _matmul(
     promote_every: int | None = None,
 ) -> Tensor:
     check_cpu_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
-    check_unmeasured(a)
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     panels = None if check_promotion(promote_every) is None else promote_every // K_BLOCK
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -197,7 +194,7 @@ def matmul(
         b: [K, N], any strides, of a's dtype.
         bias: [N] or None, of any of those dtypes; added in fp32.
         out_dtype: any of those dtypes; out's, else a's, if None.
-        out, accumulate, promote_every: see output.py.
+        out, accumulate, promote_every: see operands.py.
 
     Returns:
         out, or a contiguous [M, N].

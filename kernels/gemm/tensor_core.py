@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES as DTYPES
-from .output import check_promotion
+from .operands import check_promotion
 from .reference import check_cpu_operands
 
 _TILE_ROWS, _TILE_COLS = 64, 512  # of C at a time, so that the float64 tiles of one step stay in a core's cache

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from ..gemm.output import written
+from ..gemm.operands import written
 from ..launch import cdiv, interpreting, launch_on, next_power_of_2
 from ..plans import Kernel
 from .reference_gated import ACTIVATIONS, check_gated, check_torch_gated

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.functional import linear, regions
+from tp_invariant.functional.linear import among_unread_parts
 from tp_invariant.testing import assert_bitwise_equal
 
 TOKENS, BATCH, K, N = 16, 3, 256, 128
@@ -68,7 +69,7 @@ class Run:
 
     def _count(self, part, dim, group):
         self.unread += 1
-        return regions.among_unread_parts(part, dim, group)
+        return among_unread_parts(part, dim, group)
 
     def backward(self, other=None, around=nullcontext):
         ys, dys = self.ys, self.dys
@@ -221,7 +222,7 @@ def of_dim(tp_group, dim):
 
     def count(part, dim, group):
         unread.append(dim)
-        return regions.among_unread_parts(part, dim, group)
+        return among_unread_parts(part, dim, group)
 
     with tpi.set_tp_invariant_mode(True), mock.patch.object(linear, "among_unread_parts", count):
         (layer,) = layers_of(tp_group, tensors(torch.float32, 1, layers=1)[1], torch.float32)
@@ -250,7 +251,7 @@ def compiled(tp_group, backend):
 
     def count(part, dim, group):
         unread.append(dim)
-        return regions.among_unread_parts(part, dim, group)
+        return among_unread_parts(part, dim, group)
 
     with tpi.set_tp_invariant_mode(True), mock.patch.object(linear, "among_unread_parts", count):
         layers = layers_of(tp_group, weights)

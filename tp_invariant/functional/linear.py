@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm import moves
 from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
-from ..core.compiled import as_custom_op, op_config
+from ..core.compiled import as_custom_op, group_name, op_config, traced_op
 from ..core.differentiation import once_differentiable
 from ..core.layout import Stride, fresh_view, reshape_in_place
 from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
@@ -33,7 +34,6 @@ from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.tokens import shared_tokens
 from ..gemm.weights import weight_cache
 from .main_grad import MainGrad, is_asked_for
-from .regions import among_unread_parts, dim_of_part_read
 
 
 @op_config
@@ -193,7 +193,7 @@ class ColumnLinear(_Linear):
 
     x   [.., K] whole, or x_seq_shard under SP     w [N/P, K]     b [N/P] or None     y [.., N/P], all tokens
     dx = dy W, summed over N, which is sharded: by an owner map; shaped as x. Of what gather_for_layers returned, dx is
-    this rank's tokens, and NaN elsewhere (regions.py)
+    this rank's tokens, and NaN elsewhere
     dw = dy_shard_nᵀ x_full        db = column sums of dy_shard_n
     """
 
@@ -325,6 +325,34 @@ class ExpandBias(torch.autograd.Function):
         return column_sums(ctx.call.gemm_fn, flatten_tokens(full)), None, None, None
 
 
+# --- gradients of which one part is read ----------------------------------------------------------------------------
+
+
+def dim_of_part_read(x: Tensor, group: Group) -> int | None:
+    """The dim along which only this rank's part of x's gradient is read: where regions.gather_for_layers has made x."""
+    node: Any = x.grad_fn
+    if node is None or node.name() != "_GatherSequenceBackward":
+        return None
+    dim, for_layers, of = node.configs
+    return int(dim) if for_layers and of == group and dim != x.dim() - 1 else None  # not a part of the features
+
+
+def _traced_dim_of_part_read(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> int | None:
+    """The same while torch.compile traces."""
+    name, settings = traced_op(x)
+    if name != "gather_sequence_ranks" or call.sequence_parallel:
+        return None
+    of, (dim, for_layers, *_), *_ = settings
+    return int(dim) if for_layers and of == group_name(call.group) and dim != x.dim() - 1 else None
+
+
+def among_unread_parts(part: Tensor, dim: int, group: Group) -> Tensor:
+    """A gradient of all tokens of which this rank's part is known; the others are NaN."""
+    size = part.shape[dim]
+    before, after = size * group.rank, size * (group.size - 1 - group.rank)
+    return F.pad(part, (*(0, 0) * (part.dim() - 1 - dim), before, after), value=float("nan"))
+
+
 # --- as ops ---------------------------------------------------------------------------------------------------------
 
 
@@ -350,11 +378,7 @@ def _linear_op(
     )  # fmt: skip
 
 
-def _part_read(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> int | None:
-    return None if call.sequence_parallel else dim_of_part_read(x, call.group)
-
-
-column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1), _part_read)
+column_linear = _linear_op(ColumnLinear, "column_linear", lambda call: (call.group.size, 1), _traced_dim_of_part_read)
 row_linear = _linear_op(RowLinear, "row_linear", lambda call: (1, call.group.size))
 replicated_linear = _linear_op(ReplicatedLinear, "replicated_linear", lambda call: (1, 1))
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
 from ..comm.moves import gather_along
 from ..consistency.agreement import agreed_in, check_agreement, share_error
-from ..core.compiled import as_custom_op, group_name, stored_copy, traced_op
+from ..core.compiled import as_custom_op, stored_copy
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local
 from ..core.layout import Stride, check_divides, deinterleave, shard
@@ -171,31 +170,6 @@ def scatter_sequence(
         ValueError: the degree does not divide S.
     """
     return _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, resolve_group(tp_group))
-
-
-# --- gradients of which one part is read ----------------------------------------------------------------------------
-
-
-def dim_of_part_read(x: Tensor, group: Group) -> int | None:
-    """The dim along which only this rank's part of x's gradient is read: where `gather_for_layers` has made x."""
-    node: Any = x.grad_fn
-    traced_name, settings = traced_op(x)
-    if node is not None and node.name() == "_GatherSequenceBackward":
-        dim, for_layers, of = node.configs
-        for_layers = for_layers and of == group
-    elif traced_name == "gather_sequence_ranks":
-        of, (dim, for_layers, *_), *_ = settings
-        for_layers = for_layers and of == group_name(group)
-    else:
-        return None
-    return int(dim) if for_layers and dim != x.dim() - 1 else None  # a part of the features is no part of the tokens
-
-
-def among_unread_parts(part: Tensor, dim: int, group: Group) -> Tensor:
-    """A gradient of all tokens of which this rank's part is known; the others are NaN."""
-    size = part.shape[dim]
-    before, after = size * group.rank, size * (group.size - 1 - group.rank)
-    return F.pad(part, (*(0, 0) * (part.dim() - 1 - dim), before, after), value=float("nan"))
 
 
 # --- along the features ---------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def bundled(*, promote_every: int | None = None) -> GemmFn:
     Raises:
         ValueError, TypeError: a promote_every that is neither None nor a positive multiple of 128.
     """
-    from ..kernels.gemm.output import check_promotion
+    from ..kernels.gemm.operands import check_promotion
 
     return functools.partial(_bundled, promote_every=check_promotion(promote_every))
 
@@ -210,7 +210,7 @@ def gemm_into(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, out: Tensor, *, accu
 
     Raises:
         TypeError: the bundled kernels accumulate into float32 only.
-        ValueError: the bundled kernels cannot write into out (see kernels/gemm/output.py).
+        ValueError: the bundled kernels cannot write into out (see kernels/gemm/operands.py).
     """
     if a.shape[1] == 0 or out.numel() == 0:
         if not accumulate:
