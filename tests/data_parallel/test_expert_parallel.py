@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh, replica_groups
+from models import ExpertNet
 from ranks import run_ranks
+from same_as_alone import assert_as_alone
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -66,29 +68,17 @@ def groups(case: Case) -> tuple[Any, Any, Any]:
     return replica_groups(case.dp, case.tp, case.ep, case.strided, case.mesh)
 
 
-class Net(nn.Module):
-    """A dense pair of layers around which tokens keep their places, and a mixture of experts."""
-
-    def __init__(self, case: Case, tp_group: Any, ep_group: Any) -> None:
-        super().__init__()
-        shared: dict[str, Any] = dict(tp_group=tp_group, dtype=case.dtype)
-        if case.sequence_dim is not None:
-            shared |= dict(sequence_parallel=True, sequence_dim=case.sequence_dim)
-        self.up = tpi.Linear(HIDDEN, INNER, parallel_mode="column", **shared)
-        self.down = tpi.Linear(INNER, HIDDEN, parallel_mode="row", **shared)
-        self.mixture = tpi.MixtureOfExperts(
-            EXPERTS, HIDDEN, INNER, tpi.Routing(top_k=2), bias=case.bias, transposed=case.transposed,
-            expert_parallel_group=ep_group, gemm_fn=in_order if case.own_gemm else None, **shared,
-        )  # fmt: skip
-        if case.routed != "random":
-            with torch.no_grad():  # all tokens to experts 0 and 1, or ties between all
-                weight = getattr(self.mixture.gate.weight, "_local_tensor", self.mixture.gate.weight)
-                weight.zero_()
-        self.routed = case.routed
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.down(torch.nn.functional.silu(self.up(x)))
-        return x + self.mixture(x)
+def make(case: Case, tp_group: Any, ep_group: Any) -> ExpertNet:
+    shared: dict[str, Any] = dict(tp_group=tp_group, dtype=case.dtype)
+    if case.sequence_dim is not None:
+        shared |= dict(sequence_parallel=True, sequence_dim=case.sequence_dim)
+    mixture = dict(bias=case.bias, transposed=case.transposed, expert_parallel_group=ep_group)
+    mixture["gemm_fn"] = in_order if case.own_gemm else None
+    model = ExpertNet(HIDDEN, INNER, EXPERTS, mixture, **shared)
+    if case.routed != "random":
+        with torch.no_grad():  # all tokens to experts 0 and 1, or ties between all
+            local_of(model.mixture.gate.weight).zero_()
+    return model
 
 
 def in_order(a, b, *, bias=None, out_dtype=None):
@@ -113,7 +103,7 @@ def train(world: Any, case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tpi.set_tp_invariant_mode(case.mode):
         torch.manual_seed(3)
-        model = Net(case, tp_group, ep_group)
+        model = make(case, tp_group, ep_group)
         tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=case.micro_batches)
         kinds: dict[str, Any] = {
             "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
@@ -147,21 +137,6 @@ def of_share(everything: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]
     return {name: everything[name] for name in part}
 
 
-def train_all(world: Any, cases: list[Case]) -> list[dict[str, Any]]:
-    return [train(world, case) for case in cases]
-
-
-def assert_as_one_process(cases: list[Case]) -> None:
-    wanted = [train(None, case.alone) for case in cases]
-    for rank, results in enumerate(run_ranks(train_all, cases[0].dp * cases[0].tp, cases)):
-        for case, got, want in zip(cases, results, wanted, strict=True):
-            assert any(name.startswith("y ") for name in got)
-            try:
-                assert_bitwise_equal(got, of_share(want, got))
-            except AssertionError as error:
-                raise AssertionError(f"rank {rank}, {case}: {error}") from None
-
-
 TWO = Case(dp=2, ep=2)
 FOUR = Case(dp=4, ep=4)
 
@@ -191,7 +166,7 @@ FOUR = Case(dp=4, ep=4)
     ids=["2 ranks", "4 ranks"],
 )
 def test_every_layout_has_the_bytes_of_one_process(cases):
-    assert_as_one_process(cases)
+    assert_as_alone(train, cases, cases[0].dp * cases[0].tp, wanted=lambda case: train(None, case.alone))
 
 
 def test_with_the_mode_off_the_values_are_right_and_the_bits_others():
@@ -285,7 +260,7 @@ def test_values_are_those_of_float64_also_without_tokens(case):
 def saved_and_loaded(world: Any, case: Case, folder: str) -> Any:
     tp_group, dp_group, ep_group = groups(case)
     torch.manual_seed(3)
-    model = Net(case, tp_group, ep_group)
+    model = make(case, tp_group, ep_group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=4)
     for index in tree.share:
@@ -296,13 +271,13 @@ def saved_and_loaded(world: Any, case: Case, folder: str) -> Any:
     whole = tpi.full_state_dict(model)
     tpi.checkpoint.save(folder, model, optimizer)
     torch.manual_seed(4)
-    again = Net(case, tp_group, ep_group)
+    again = make(case, tp_group, ep_group)
     steps = torch.optim.AdamW(again.parameters(), lr=0.02)
     tpi.checkpoint.load(folder, again, steps)
     assert_bitwise_equal(tpi.full_state_dict(again), whole)
     assert_bitwise_equal([p.detach() for p in again.parameters()], [p.detach() for p in model.parameters()])
     torch.manual_seed(5)
-    third = Net(case, tp_group, ep_group)
+    third = make(case, tp_group, ep_group)
     tpi.load_full_state_dict(third, whole)
     assert_bitwise_equal(tpi.full_state_dict(third), whole)
     return whole
@@ -310,7 +285,7 @@ def saved_and_loaded(world: Any, case: Case, folder: str) -> Any:
 
 def loaded(folder: str) -> Any:
     torch.manual_seed(6)
-    model = Net(Case(), None, ONE_RANK)
+    model = make(Case(), None, ONE_RANK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     tpi.checkpoint.load(folder, model, optimizer)
     return tpi.full_state_dict(model)
@@ -419,7 +394,7 @@ def test_backwards_that_count_for_nothing(mesh):
 def saved_by_several(world: Any, case: Case, folder: str) -> str:
     tp_group, dp_group, ep_group = groups(case)
     torch.manual_seed(3)
-    model = Net(case, tp_group, ep_group)
+    model = make(case, tp_group, ep_group)
     tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=4)
     found = error_text(tpi.checkpoint.save, f"{folder}/refused", model)
     tpi.checkpoint.save(f"{folder}/a", model, group=world)
@@ -431,7 +406,7 @@ def test_a_checkpoint_of_several_groups_with_the_same_experts(tmp_path):
     for found in run_ranks(saved_by_several, 4, Case(dp=4, ep=2), str(tmp_path)):
         assert re.search(r"mixture.experts.* data-parallel ranks \[0, 1, 2, 3\], and the group has", found), found
     torch.manual_seed(3)
-    model = Net(Case(), None, ONE_RANK)
+    model = make(Case(), None, ONE_RANK)
     whole = tpi.full_state_dict(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -606,10 +581,10 @@ def odd_groups(world: Any) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _, _, whole = groups(case)
     found.append(error_text(lambda: tpi.Experts(8, HIDDEN, INNER, tp_group=mesh["tp"], expert_parallel_group=whole)))
-    found.append(error_text(Ranks, Net(case, tp_group, whole), None))
+    found.append(error_text(Ranks, make(case, tp_group, whole), None))
     _, all_ranks, some = groups(Case(dp=4, ep=2))
-    found.append(error_text(Ranks, Net(case, None, some), all_ranks))
-    ranks = Ranks(Net(case, tp_group, whole), dp_group)
+    found.append(error_text(Ranks, make(case, None, some), all_ranks))
+    ranks = Ranks(make(case, tp_group, whole), dp_group)
     assert (ranks.tp.size, ranks.dp.size, ranks.holders.size) == (2, 2, 4) and ranks.experts_over_data and ranks.saves
     found.append(error_text(ranks.check_shared, 3, "a step has"))
     return found

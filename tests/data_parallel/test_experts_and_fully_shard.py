@@ -11,7 +11,9 @@ import hf_models
 import pytest
 import torch
 from meshes import init_device_mesh
+from models import ExpertNet
 from ranks import run_ranks
+from same_as_alone import assert_as_alone, run_all
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -57,24 +59,6 @@ class Case:
         )
 
 
-class Net(nn.Module):
-    """A dense pair of layers around which tokens keep their places, and a mixture of experts."""
-
-    def __init__(self, case: Case, tp_group: Any, ep_group: Any) -> None:
-        super().__init__()
-        shared: dict[str, Any] = dict(tp_group=tp_group, sequence_parallel=case.sequence_parallel)
-        self.up = tpi.Linear(HIDDEN, INNER, parallel_mode="column", **shared)
-        self.down = tpi.Linear(INNER, HIDDEN, parallel_mode="row", **shared)
-        self.mixture = tpi.MixtureOfExperts(
-            EXPERTS, HIDDEN, INNER, tpi.Routing(top_k=2), bias=case.bias, transposed=case.transposed,
-            expert_parallel_group=ep_group, **shared,
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.down(torch.nn.functional.silu(self.up(x)))
-        return x + self.mixture(x)
-
-
 def make(case: Case, seed: int = 3) -> tuple[nn.Module, Any]:
     """The model, fully_shard of it over dp if there are several ranks, and dp_group."""
     tp_group = dp_group = ep_group = None
@@ -90,7 +74,9 @@ def make(case: Case, seed: int = 3) -> tuple[nn.Module, Any]:
             ep_group = init_device_mesh("cpu", shape[::-1] if case.strided else shape, mesh_dim_names=names)["ep"]
     if case.model == "layers":
         torch.manual_seed(seed)
-        model: Any = Net(case, tp_group, ep_group)
+        mixture = dict(bias=case.bias, transposed=case.transposed, expert_parallel_group=ep_group)
+        shared = dict(tp_group=tp_group, sequence_parallel=case.sequence_parallel)
+        model: Any = ExpertNet(HIDDEN, INNER, EXPERTS, mixture, **shared)
         blocks = [model.mixture]
     else:
         model = hf_models.build(case.model, num_hidden_layers=1)
@@ -159,17 +145,8 @@ def in_one_process(case: Case) -> dict[str, Any]:
 
 
 def assert_as_one_process(cases: list[Case]) -> None:
-    wanted = [in_one_process(case.in_one_process) for case in cases]
-    for rank, results in enumerate(run_ranks(train_all, cases[0].dp * cases[0].tp, cases)):
-        for case, got, want in zip(cases, results, wanted, strict=True):
-            try:
-                assert_bitwise_equal(got, {name: want[name] for name in got})
-            except AssertionError as error:
-                raise AssertionError(f"rank {rank}, {case}: {error}") from None
-
-
-def train_all(world: Any, cases: list[Case]) -> list[dict[str, Any]]:
-    return [train(world, case) for case in cases]
+    alone = lambda case: in_one_process(case.in_one_process)  # noqa: E731
+    assert_as_alone(train, cases, cases[0].dp * cases[0].tp, wanted=alone)
 
 
 LAYERS, TWO_BY_TWO = Case(), Case(dp=2, tp=2)
@@ -213,7 +190,7 @@ def test_experts_over_data_parallel_ranks(cases):
 
 def test_with_the_mode_off_the_values_are_right_and_the_bits_others():
     cases = at(2, 2, LAYERS.with_(mode=False, steps=1), LAYERS.with_(mode=False, steps=1, over_data=2))
-    for results in run_ranks(train_all, 4, cases):
+    for results in run_ranks(run_all, 4, train, cases):
         for case, got in zip(cases, results, strict=True):
             on, off = (in_one_process(case.in_one_process.with_(mode=mode)) for mode in (True, False))
             for name, gradient in got["gradients 0"].items():

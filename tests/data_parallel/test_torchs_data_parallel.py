@@ -10,6 +10,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh, replica_groups
+from models import GatedMlp
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
@@ -23,22 +24,11 @@ import tp_invariant as tpi
 from tp_invariant import testing
 
 
-class Block(nn.Module):
-    def __init__(self, tp) -> None:
-        super().__init__()
-        self.up = tpi.LayerNormLinear(32, 128, bias=False, parallel_mode="column", partition_stride=2, tp_group=tp)
-        self.down = tpi.Linear(64, 32, parallel_mode="row", tp_group=tp)
-
-    def forward(self, x):
-        gate, up = self.up(x).chunk(2, -1)
-        return x + self.down(gate.relu() * up)
-
-
 class Blocks(nn.Module):
     def __init__(self, tp) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(tp) for _ in range(2))
+        self.blocks = nn.ModuleList(GatedMlp(tp, bias=False) for _ in range(2))
         self.shorter = False
 
     def forward(self, x):

@@ -52,3 +52,20 @@ class SmallModel(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         self.calls += 1
         return self.head(self.whole(self.mlp(self.embedding(ids)) * self.scale))
+
+
+class ExpertNet(nn.Module):
+    """x [.., hidden]: a dense pair of layers around which tokens keep their places, and a mixture of experts.
+
+    mixture: options of MixtureOfExperts; shared: of all layers.
+    """
+
+    def __init__(self, hidden: int, inner: int, experts: int, mixture: dict[str, Any], **shared: Any) -> None:
+        super().__init__()
+        self.up = tpi.Linear(hidden, inner, parallel_mode="column", **shared)
+        self.down = tpi.Linear(inner, hidden, parallel_mode="row", **shared)
+        self.mixture = tpi.MixtureOfExperts(experts, hidden, inner, tpi.Routing(top_k=2), **mixture, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(nn.functional.silu(self.up(x)))
+        return x + self.mixture(x)

@@ -135,20 +135,10 @@ def _raise_together(problems: Mapping[Group, str | None], device: torch.device, 
 
 
 def _digests(grads: Sequence[Tensor], place: torch.device) -> Tensor:
-    """int64 [gradients], on the device where the group's messages travel."""
-    if not grads:
-        return torch.zeros(0, dtype=torch.int64, device=place)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, grad in enumerate(grads):
-        by_device.setdefault(grad.device, []).append(i)
-    parts = []
-    for device, members in by_device.items():
-        if device.type == "meta":  # there are no values
-            parts.append(torch.zeros(len(members), dtype=torch.int64, device=place))
-            continue
+    """int64 [gradients], on the device where the group's messages travel. On the meta device there are no values."""
+    digests = torch.zeros(len(grads), dtype=torch.int64, device=place)
+    for device in {grad.device for grad in grads if not grad.is_meta}:
+        members = [i for i, grad in enumerate(grads) if grad.device == device]
         kernels = select("gradient norm", "cuda" if device.type == "cuda" else "cpu")
-        parts.append(kernels.digests([grads[i] for i in members]).to(place))
-    if len(parts) == 1:
-        return parts[0]
-    order = torch.tensor([i for members in by_device.values() for i in members], device="cpu")
-    return torch.cat(parts)[order.argsort().to(place)]
+        digests[members] = kernels.digests([grads[i] for i in members]).to(place)
+    return digests
