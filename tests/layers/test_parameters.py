@@ -125,14 +125,6 @@ def test_parameters_carry_their_group_wherever_new_ones_come_from():
     run_ranks(on_rank, 2)
 
 
-def test_a_stride_that_was_set_late_outlives_the_weight():
-    layer = tpi.Linear(6, 16, parallel_mode="column")
-    layer.weight.partition_stride = 4
-    del layer.weight
-    layer.weight = nn.Parameter(torch.zeros(16, 6))
-    assert (layer.weight.partition_stride, layer.partition_stride) == (4, 4)
-
-
 def test_another_layers_parameter_takes_this_layers_marks():
     """A weight made for a layer of one rank, in a layer of two: its old marks would count it twice or not at all."""
 

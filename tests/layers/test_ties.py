@@ -1,9 +1,8 @@
-"""Shared parameters: a sharded copy of one that another module holds too is refused, or the tie is kept."""
+"""Shared parameters: parallelize keeps ties, and refuses those to modules outside of the model."""
 
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -24,47 +23,6 @@ def refused(make) -> str:
     with pytest.raises(ValueError) as caught:
         make()
     return str(caught.value)
-
-
-def test_one_of_two_tied_modules_is_refused():
-    model = tied()
-    column = dict(parallel_mode="column", tp_group=None)
-    text = refused(lambda: tpi.Linear.from_linear(model["head"], **column))
-    assert "Linear.weight is also Embedding.weight: a sharded copy of it would not be tied to it" in text
-    assert "Linear.weight is also Embedding" in refused(
-        lambda: tpi.LayerNormLinear.from_linear(model["head"], **column)
-    )
-    text = refused(lambda: tpi.VocabParallelEmbedding.from_embedding(model["embed"], tp_group=None))
-    assert "Embedding.weight is also Linear.weight" in text
-    norms = nn.LayerNorm(4), nn.LayerNorm(4)
-    norms[1].bias = norms[0].bias
-    assert "LayerNorm.bias is also LayerNorm.bias" in refused(
-        lambda: tpi.ParallelNorm.from_norm(norms[1], tp_group=None)
-    )
-    linears = nn.Linear(4, 8), nn.Linear(4, 8)
-    linears[1].bias = linears[0].bias
-    assert "Linear.bias is also Linear.bias" in refused(lambda: tpi.Linear.from_linear(linears[0], **column))
-
-
-def test_what_is_not_tied_passes():
-    """However many references there are to its parameters, and to modules that are no more."""
-    linear = nn.Linear(4, 8)
-    weight, optimizer = linear.weight, torch.optim.SGD(linear.parameters())
-    holder = nn.Sequential(linear, nn.Sequential(linear))
-    layers = [tpi.Linear.from_linear(linear, parallel_mode=mode, tp_group=None) for mode in ("column", "row", None)]
-    assert len({id(layer.weight) for layer in layers}) == 3
-    assert weight is optimizer.param_groups[0]["params"][0] and len(holder) == 2
-    gone = nn.Linear(4, 8)
-    gone.weight, gone.me = weight, gone  # garbage that only the collector finds
-    gc.disable()
-    try:
-        del gone
-        tpi.Linear.from_linear(linear, parallel_mode="row", tp_group=None)
-    finally:
-        gc.enable()
-    model = tied()
-    model["head"].weight = nn.Parameter(model["head"].weight.detach().clone())  # as the error says
-    tpi.Linear.from_linear(model["head"], parallel_mode="column", tp_group=None)
 
 
 def parallelized(tp_group):

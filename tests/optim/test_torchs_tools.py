@@ -12,7 +12,7 @@ from meshes import init_device_mesh, mesh_or_group
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import _redistribute
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -422,31 +422,6 @@ def refused_parametrizations(tp_group):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 def test_parametrizations_over_what_is_sharded_are_refused():
     run_ranks(refused_parametrizations, 2)
-
-
-def pruned(tp_group):
-    ways = {
-        "weight": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-        "bias": lambda layer: prune.random_unstructured(layer, "bias", 0.5),
-    }
-    for name, way in ways.items():
-        model, x = with_grads(tp_group, "group")
-        way(model.gated)
-        text = refused(ValueError, lambda model=model, x=x: model(x))
-        assert f"{name} of a LayerNormLinear on rank {tp_group.rank()} is pruned" in text and "prune.remove(" in text
-    prune.remove(model.gated, "bias")
-    y = model(x).detach()
-    for whole in ("gated.layer_norm_weight", "down.bias"):  # of what is whole on every rank each has the same mask
-        layer, _, name = whole.partition(".")
-        prune.l1_unstructured(model.get_submodule(layer), name, 0.5)
-    assert not torch.equal(model(x).detach(), y)
-
-
-def test_pruned_shards_are_refused():
-    run_ranks(pruned, 2)
-    alone = tpi.Linear(8, 8, parallel_mode="row")
-    prune.l1_unstructured(alone, "weight", 0.5)
-    assert alone(torch.ones(2, 8)).isfinite().all()
 
 
 # --- export ---------------------------------------------------------------------------------------------------------

@@ -285,7 +285,6 @@ def modules_refused(tp_group):
     torchs = apply(nn.Linear(8, 8), mesh, torch_styles.ColwiseParallel())
     ours = apply(nn.Linear(8, 8), mesh, colwise)
     cases = [
-        (tied[1], colwise, "is also Embedding.weight"),
         (hooked, colwise, f"ColwiseParallel of Linear on rank {rank}: the module has hooks"),
         (saved, colwise, "the module has hooks"),
         (patched, colwise, "has a forward of its own"),

@@ -43,7 +43,7 @@ from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_replicas_of
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import check_replaceable, place_whole
-from ..layers.ties import ties_are_kept, ties_to_outside
+from ..layers.ties import ties_to_outside
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
@@ -208,8 +208,7 @@ def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> Non
     tied: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for name, make in swaps.items():
         old = model.get_submodule(name)
-        with ties_are_kept():
-            new = make()
+        new = make()
         for key, parameter in old.named_parameters(recurse=False):
             if not isinstance(getattr(new, key, None), nn.Parameter):
                 continue

@@ -21,11 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, compare_environments, share_error
 from ..consistency.compare import LOCAL_ERROR, group_device
-from ..consistency.differences import mark
 from ..consistency.same_gradients import GradientComparison, compare_gradients, maximal_groups
-from ..core.bits import tensor_hash
-from ..core.dtensors import check_placements, is_dtensor, local_of
-from ..core.fsdp import sharded_parameters
+from ..core.dtensors import check_placements, is_dtensor
 from ..core.graph_breaks import outside_of_graphs
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
@@ -93,9 +90,9 @@ def clip_grad_norm_(
     the order of the stages, so a model that is cut into stages has the norm of the whole model, to the bit, where each
     stage has the parameters that follow those of the stage before. With several stages on a rank, give the parameters
     of all of them: the bits are then the same at every tensor-parallel degree, not those of the whole model. A
-    parameter that several stages hold (tied embeddings) would count once for each of them, and is refused: on all but
-    the first, set the attribute `shared = True` of this parameter, as Megatron-LM does. With pp_group such a
-    one is scaled and does not count. Its gradient must be the sum over these stages already.
+    parameter that several stages hold (tied embeddings) counts once for each of them: on all but the first, set the
+    attribute `shared = True` of this parameter, as Megatron-LM does. With pp_group such a one is scaled and does not
+    count. Its gradient must be the sum over these stages already.
 
     Args:
         parameters: tensors with .grad; those without one are left out.
@@ -113,8 +110,7 @@ def clip_grad_norm_(
         ValueError: another norm_type; a parameter that is sharded over other ranks than those of tp_group, or over
             unknown ranks; a DTensor that is Partial, that is not on this rank, or whose placements do not determine
             how it is sharded over the group; a pp_group that holds ranks over which a parameter is sharded; with the
-            mode on, an L2 norm of gradients on several devices; parameters that fully_shard has gathered for now, as
-            after an evaluation, and whose gradients are those of the sharded ones.
+            mode on, an L2 norm of gradients on several devices.
         TypeError: a gradient that is sparse or not floating point; a parameter whose tp_group is not a group.
         RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree, also in the gradient of
             a replicated parameter; a gradient that a layer has added to main_grad; during a CUDA graph capture, no
@@ -150,7 +146,6 @@ def clip_grad_norm_(
         check_agreement({"the TP-invariant mode": invariant, **options}, stages, messages, set())
         place = _device_of_stages(call, stages)
         own = own.to(place)
-        _refuse_counted_twice(counted, stages, messages)
     if norm_type == math.inf:
         total = torch.cat([own.new_zeros(1), _of_all_stages(own, stages)]).max()
     elif invariant:
@@ -196,28 +191,6 @@ def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
         place = call.device if 1 in kinds else messages
     compare_environments(stages, place)
     return place
-
-
-def _refuse_counted_twice(counted: list[HeldGradient], stages: Group, messages: torch.device) -> None:
-    """Raises: RuntimeError: on every stage: two hold one parameter, which is known by its values and its gradient."""
-    hashed = [
-        torch.stack([tensor_hash(held.local), tensor_hash(local_of(held.parameter)), held.local.any().long()]).cpu()
-        for held in counted
-    ]
-    own = []
-    for held, (*hashes, has_values) in zip(counted, [each.tolist() for each in hashed], strict=True):
-        if has_values:
-            own += [held.number, mark((held.local.dtype, held.local.shape, hashes))]
-    found: dict[int, list[str]] = {}
-    for stage, values in enumerate(_of_each_stage(torch.tensor(own, dtype=torch.int64, device=messages), stages)):
-        for index, value in values.view(-1, 2).tolist():
-            found.setdefault(value, []).append(f"parameter {index} of stage {stage}")
-    if twice := [names for names in found.values() if len({name.rpartition(" ")[2] for name in names}) > 1]:
-        raise RuntimeError(
-            f"clip_grad_norm_ with pp_group: {' and '.join(twice[0])} have the same values and the same gradient: what "
-            "several stages hold (tied embeddings) would count once for each. Set shared = True of this parameter on "
-            "all stages but the first"
-        )
 
 
 def _of_all_stages(own: Tensor, stages: Group) -> Tensor:
@@ -282,8 +255,6 @@ class ClipCall:
         self.rank = (given or next(iter(self.maximal_groups), SINGLE_RANK)).rank
         self.with_grad = [held for held in self.held if held.grad is not None and not held.is_empty]
         try:
-            if leave_out is None:
-                _check_resharded(self.held, self.rank)
             for held in self.held:
                 _check_grad(held, given, self.rank, checked)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -425,20 +396,6 @@ def _check_grad(held: HeldGradient, given: Group | None, rank: int, checked: set
         if decides not in checked:
             _check_dtensor(held, given, rank)
             checked.add(decides)
-
-
-def _check_resharded(all_held: Iterable[HeldGradient], rank: int) -> None:
-    """Raises: ValueError: gradients would be left out, since fully_shard has put others in their parameters' place."""
-    without = [held for held in all_held if held.grad is None and held.parameter.requires_grad]
-    parts = sharded_parameters(held.parameter for held in without)
-    for held in without:
-        part = parts.get(id(held.parameter))
-        if part is not None and part.grad is not None:
-            raise ValueError(
-                f"{held.named(rank)} would be left out: after a forward alone (an evaluation) the model has parameters "
-                "that fully_shard has gathered, and the gradients are those of the sharded ones. Call module.reshard() "
-                "of every FSDPModule before, or pass the parameters that the optimizer has"
-            )
 
 
 def _check_stages(call: ClipCall, stages: Group) -> None:

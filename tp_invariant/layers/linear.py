@@ -33,7 +33,6 @@ from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.weights import weight_cache
 from .call_signature import CallSignature, facts_to_compare, signature_of
 from .parameters import ShardedModule, ShardSpec, full_initialisation
-from .ties import refuse_ties
 
 _COMPUTED: Any = object()  # in place of a parameter that a parametrization has replaced
 # how the nodes of this library's functions end that put out a whole activation, or a part of their own making
@@ -190,13 +189,12 @@ class Linear(ShardedModule, nn.Linear):
     ) -> Linear:
         """This rank's part of a full nn.Linear: same values, dtype, device and requires_grad; options as for Linear.
 
-        Every rank must hold the same full `linear`.
+        Every rank must hold the same full `linear`. The parameters are not tied to other modules that hold those of
+        `linear`.
 
         Raises:
-            ValueError: `linear` is sharded already, or another module shares its weight or bias, and this tie would be
-                lost.
+            ValueError: `linear` is sharded already.
         """
-        refuse_ties(linear)
         weight, bias = linear.weight, linear.bias
         if tuple(weight.shape) != (linear.out_features, linear.in_features):
             raise ValueError(

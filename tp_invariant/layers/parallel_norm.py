@@ -25,7 +25,6 @@ from ..functional.norm import NORMALIZATIONS, NormCall, invariant_add_norm, inva
 from ..gemm.gemm_fn import check_norm_dtype
 from .call_signature import CallSignature, facts_to_compare, signature_of
 from .parameters import ShardedModule, ShardSpec
-from .ties import refuse_ties
 
 
 class ParallelNorm(ShardedModule):
@@ -104,9 +103,8 @@ class ParallelNorm(ShardedModule):
         the two differ in the last bit.
 
         Raises:
-            ValueError: `recognise_norm` does not recognise `norm`, or another module shares its parameters.
+            ValueError: `recognise_norm` does not recognise `norm`.
         """
-        refuse_ties(norm)
         found = recognise_norm(norm)
         if found is None:
             raise ValueError(

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils.prune import BasePruningMethod
 
 from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
 from ..consistency.shards import note_conversion, note_source, source_of
@@ -155,7 +154,7 @@ class KeepsAttributes(nn.Module):
     """A module that copies a parameter's attributes to the parameter that replaces it.
 
     Parameters are replaced by `to_empty()`, `copy.deepcopy`, `load_state_dict(assign=True)` and
-    `module.weight = nn.Parameter(..)`, also after `del module.weight`. fully_shard replaces them without a copy: so
+    `module.weight = nn.Parameter(..)`. fully_shard replaces them without a copy: so
     what a user may say of a parameter (`shards_may_be_equal`) the module may say, too.
     """
 
@@ -163,15 +162,9 @@ class KeepsAttributes(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         old = self._parameters.get(name)
-        left = self.__dict__.get("_of_deleted", {}).pop(name, {}) if old is None else _attributes(old)
         super().register_parameter(name, param)  # assignment calls it too
-        if param is not None:
-            _set_attributes(param, {**left, **_attributes(param)})
-
-    def __delattr__(self, name: str) -> None:
-        if (old := self._parameters.get(name)) is not None:
-            self.__dict__.setdefault("_of_deleted", {})[name] = _attributes(old)
-        super().__delattr__(name)
+        if param is not None and old is not None:
+            _set_attributes(param, {**_attributes(old), **_attributes(param)})
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         before = {name: _attributes(parameter) for name, parameter in self.named_parameters(recurse=False)}
@@ -396,19 +389,9 @@ class ShardedModule(KeepsAttributes):
 
         Raises:
             ValueError: a norm over what several ranks hold parts of; or weight_norm of DTensors, whose backward torch
-                does not have; or pruning, whose mask was chosen from this rank's part.
+                does not have.
         """
         sharded = spec.dim is not None and self.group.size > 1
-        if sharded and any(
-            isinstance(hook, BasePruningMethod) and hook._tensor_name == name
-            for hook in self._forward_pre_hooks.values()
-        ):
-            raise ValueError(
-                f"{name} of a {type(self).__name__} on rank {self.group.rank} is pruned by torch.nn.utils.prune: each "
-                "rank would choose what to prune among its part alone. Prune the full weight before the layer is "
-                "sharded; or, if each rank's mask is its part of one for the full weight, call "
-                f"torch.nn.utils.prune.remove(layer, {name!r}) before the layer is used"
-            )
         listed: Any = self._modules.get("parametrizations") or {}
         hooks = [h for h in self._forward_pre_hooks.values() if getattr(h, "name", None) == name]
         for found in [*(listed[name] if name in listed else ()), *hooks]:  # noqa: SIM401  # a ModuleDict has no get

@@ -37,7 +37,6 @@ from ..functional.vocab import VocabShard, check_ids
 from ..gemm.gemm_fn import BUNDLED_DTYPES
 from ..kernels.select import select
 from .parameters import ShardedModule, ShardSpec, full_initialisation
-from .ties import refuse_ties
 
 
 @op_config
@@ -125,13 +124,12 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
     ) -> VocabParallelEmbedding:
         """This rank's part of a full nn.Embedding: same values, padding_idx, dtype, device and requires_grad.
 
-        Every rank must hold the same full `embedding`; options as for VocabParallelEmbedding.
+        Every rank must hold the same full `embedding`; options as for VocabParallelEmbedding. The weight is not tied to
+        other modules that hold that of `embedding`.
 
         Raises:
-            ValueError: `embedding` has max_norm, scale_grad_by_freq or sparse set, or is sharded already, or another
-                module shares its weight, and this tie would be lost.
+            ValueError: `embedding` has max_norm, scale_grad_by_freq or sparse set, or is sharded already.
         """
-        refuse_ties(embedding)
         for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             value = getattr(embedding, name)
             if value != off:

@@ -56,7 +56,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         parallelize_module(model, mesh["tp"], {"w1": tpi.ColwiseParallel(), "w2": tpi.RowwiseParallel()})
 
     Every rank must have the same weights, as in `parallelize`; they are compared. Parameters become DTensors on the
-    mesh. Modules that hold a parameter together with others (ties) are refused; `parallelize` keeps ties.
+    mesh. Ties are lost, and `parallelize` keeps them.
 
     Args:
         input_layouts: Replicate() (if None), or Shard(dim) of a dim of tokens, counted from the front: then the layer
