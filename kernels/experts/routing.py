@@ -365,7 +365,7 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
     """
     check_sort(index, experts)
     if experts > MAX_COUNTED or not index.numel():
-        torch._assert_async(((index >= 0) & (index < experts)).all(), _NO_EXPERT.value)
+        torch.ops.aten._assert_async.msg(((index >= 0) & (index < experts)).all(), _NO_EXPERT.value)
         return reference_routing.sort_by_expert(index, experts)
     rows, width = index.numel(), max(16, next_power_of_2(experts))
     block = 8192 // width

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...core.torch_private import without_dispatch_modes
 from .operands import check_batches, check_operands, check_output, check_promotion
 
 K_BLOCK = 128
@@ -108,7 +108,7 @@ def _panel_like(rows: int, k_last: bool, generator: torch.Generator) -> Tensor:
 def _blas_agrees(rows: int, cols: int, a_k_last: bool, b_k_last: bool, threads: int) -> bool:
     """Whether the BLAS gives the chain's bits for one tile shape, layout and number of threads."""
     # once in a process: selective checkpointing would give what these operators return to those of a recomputed product
-    with _check_lock, _disable_current_modes():
+    with _check_lock, without_dispatch_modes():
         generator = torch.Generator("cpu").manual_seed(rows * 1031 + cols)
         a = [_panel_like(rows, a_k_last, generator) for _ in range(2)]
         b = [_panel_like(cols, b_k_last, generator) for _ in range(2)]

@@ -8,6 +8,7 @@ This module imports nothing of this library, so that every wing may import it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -61,6 +62,11 @@ TABLE = (
         "current_backward",
         "torch._C._current_graph_task_id",
         "whether, and in which backward, this thread runs; there is no public question for it",
+    ),
+    PrivateName(
+        "after_backward",
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "what one backward gives a parameter in several calls is added first; no public hook runs at a backward's end",
     ),
     PrivateName(
         "will_execute",
@@ -147,6 +153,11 @@ def StridedShard(dim: int, *, split_factor: int) -> Any:
 
 current_backward = torch._C._current_graph_task_id  # -1 outside of backward
 will_execute = torch._C._will_engine_execute_node
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls it when the backward that runs here has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def version_of(x: Tensor) -> int:

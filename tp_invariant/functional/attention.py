@@ -16,19 +16,18 @@ torch.library.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..core.compiled import define, with_derivative
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.graph_breaks import outside_of_graphs
+from ..core.torch_private import dispatch_modes
 from ..kernels.select import select
 from .attention_checks import (
     check_first_key,
@@ -115,63 +114,12 @@ def attention(
             enter_again(left)
 
 
-# Options of calls that passed all checks, as `_forward` takes them, by all that the checks looked at.
-_checked: dict[tuple, tuple] = {}
-_MAX_CHECKED = 4096
-_KINDS = (Tensor, torch.nn.Parameter)  # of tensors whose operators nothing intercepts
-_FLOAT, _INT = (type(None), float), (type(None), int)
-
-
-def _key_of(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None
-) -> tuple | None:
-    """None for a call that must be looked at in full, also for numbers of other types: 1 equals True."""
-    if type(q) not in _KINDS or type(k) not in _KINDS or type(v) not in _KINDS or torch.compiler.is_compiling():
-        return None
-    if torch._C._is_any_autocast_enabled():
-        return None
-    if not (type(causal) is bool and type(scale) in _FLOAT and type(window) in _INT and type(softcap) in _FLOAT):
-        return None
-    return (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        causal, scale, window, softcap,
-    )  # fmt: skip
-
-
-def _apply(arguments: tuple) -> Tensor:
-    """For arguments of `_forward` whose operators nothing intercepts."""
-    q, k, v, sinks, mask = arguments[:5]
-    if forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled()
-        and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (sinks is not None and sinks.requires_grad)
-            or (mask is not None and mask.requires_grad)
-        )
-    ):
-        return _differentiable(*arguments[:7], arguments[7:])
-    out, _ = _forward(*arguments)
-    return out
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
     sinks: Tensor | None, mask: Tensor | None, first_key: int,
 ) -> Tensor:  # fmt: skip
     """The checks of `attention`, then the computation."""
-    key = None
-    if (
-        cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is sinks is mask is None
-        and type(first_key) is int
-        and first_key == 0
-    ):
-        key = _key_of(q, k, v, causal, scale, window, softcap)
-        options = _checked.get(key) if key is not None else None
-        if options is not None and not torch._C._len_torch_dispatch_stack():
-            return _apply((q, k, v, None, None, None, None, *options))
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(x, name)
     for name, option in (("sinks", sinks), ("mask", mask)):
@@ -248,15 +196,11 @@ def _attend(
         min(window or 0, _MAX_WINDOW),
         softcap or 0.0,
     )
-    if key is not None and value_dim == head_dim:
-        if len(_checked) >= _MAX_CHECKED:
-            _checked.clear()
-        _checked[key] = arguments[7:]
     out: Tensor
     if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
         out, _ = _operator(*arguments)
     else:
-        out = _apply(arguments)
+        out = _Attention.apply(*arguments[:7], arguments[7:])
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
@@ -280,7 +224,7 @@ def _is_traced(*tensors: Tensor) -> bool:
     That is so under torch.compile; under a dispatch mode (make_fx, FakeTensorMode, selective checkpointing, ..); and
     for tensors without memory of their own (fake tensors, DTensor), which a kernel would read at address 0.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or dispatch_modes():
         return True
     return not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
 
@@ -293,7 +237,6 @@ def _kernel(q: Tensor) -> Any:
     return select("attention", "cuda" if q.is_cuda and q.shape[-1] <= _KERNEL_HEAD_DIM else "cpu")
 
 
-@functools.lru_cache(maxsize=4096)
 def _spec(causal: bool, scale: float, window: int, softcap: float) -> Any:
     from ..kernels.attention.spec import AttentionSpec
 
@@ -334,8 +277,10 @@ def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
     """The same check by the device; the host does not wait for it."""
     sizes = cu.diff()
     fits = (sizes.clamp(0, longest) == sizes).all()
-    torch._assert_async(fits, f"cu_seqlens_{name} must rise, by at most max_seqlen_{name}={longest}")
-    torch._assert_async((cu[0] == 0) & (cu[-1] == tokens), f"cu_seqlens_{name} must go from 0 to the tokens of {name}")
+    torch.ops.aten._assert_async.msg(fits, f"cu_seqlens_{name} must rise, by at most max_seqlen_{name}={longest}")
+    torch.ops.aten._assert_async.msg(
+        (cu[0] == 0) & (cu[-1] == tokens), f"cu_seqlens_{name} must go from 0 to the tokens of {name}"
+    )
 
 
 def _as_kernels_take(
@@ -423,7 +368,10 @@ def _backward(
 
 
 class _Attention(torch.autograd.Function):
-    """The eager path: a custom operator would cost the host 40 us more in forward, and 100 us with a gradient.
+    """out = softmax(cap(scale q kᵀ)) v, in eager mode; kernels/attention/spec.py has the formulas.
+
+    q, out, dout, dq  [B, h, Sq, D]      k, v, dk, dv  [B, kv, Sk, D]      lse  [B, h, Sq]
+    sinks, dsinks  [h] or None           mask, dmask  broadcast to [B, h, Sq, Sk], or None
 
     The function has no jvp, so autograd refuses tangents, which the kernels would silently drop.
     """
@@ -440,33 +388,18 @@ class _Attention(torch.autograd.Function):
         cu_k: Tensor | None,
         options: tuple,
     ) -> Tensor:
-        out: Tensor
-        ctx.options, ctx.spec = options, None
-        if sinks is None and mask is None and cu_q is None:  # as a rule, and in fewer calls of Python
-            ctx.spec = _spec(*options[2:])
-            out, lse = _kernel(q).forward(q, k, v, ctx.spec)
-            ctx.save_for_backward(q, k, v, out, lse)
-        else:
-            out, lse = _forward(q, k, v, sinks, mask, cu_q, cu_k, *options)
-            ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
+        out, lse = _forward(q, k, v, sinks, mask, cu_q, cu_k, *options)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
+        ctx.options = options
         return out
 
     @staticmethod
     @outside_of_graphs("a compiler may compute a gradient's sums in another order")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        if ctx.spec is not None:
-            if not torch.is_grad_enabled():
-                dq, dk, dv, _, _ = _kernel(saved[0]).backward(dout, *saved, ctx.spec)
-                return dq, dk, dv, None, None, None, None, None
-            saved = *saved, None, None, None, None
-        arguments = dout, *saved, ctx.needs_input_grad[4], *ctx.options
+        arguments = dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options
         if torch.is_grad_enabled():  # create_graph=True: a function whose own backward refuses
             return _gradients(ctx, _AttentionBackward.apply(*arguments))[:8]
         return *_eager_backward(*arguments), None, None, None
-
-
-_differentiable = _Attention.apply
 
 
 class _AttentionBackward(torch.autograd.Function):

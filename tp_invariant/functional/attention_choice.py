@@ -21,6 +21,7 @@ from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, call_in_whole_vecto
 from ..core.function_modes import AroundLayers, innermost
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
+from ..core.torch_private import forward_pre_hooks_of
 from .attention import attention
 from .attention_checks import check_mask, in_autocasts_dtype
 
@@ -191,7 +192,7 @@ class SafeSdpa:
 
     def __init__(self, module: nn.Module) -> None:
         self._entered: list[_Reroute | None] = []  # None: a module around this one has entered its own
-        if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in module._forward_pre_hooks.values()):
+        if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in forward_pre_hooks_of(module).values()):
             return
         with_key(module.register_forward_pre_hook(self._enter), "attention")
         with_key(module.register_forward_hook(self._leave, always_call=True), "attention")

@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
 from ..comm.moves import gather_by_rank
-from ..consistency.agreement import AgreedCalls, agreed_in, check_agreement, share_error
+from ..consistency.agreement import agreed_in, check_agreement, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import refuse_dtensor
 from ..core.function_modes import enter_again, leave
 from ..core.layout import fresh_view
-from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
+from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import Reduction
 from ..gemm.gemm_fn import BUNDLED_DTYPES
 from ..kernels.select import select
@@ -103,27 +103,10 @@ def vocab_parallel_cross_entropy(
             enter_again(left)
 
 
-_on_one_rank = AgreedCalls()  # the calls in a group of one rank that passed all checks but that of the ids
-
-
-def _key_of(logits: Tensor, target: Tensor, group: Group, *options: Any) -> tuple | None:
-    """None for a call that must be looked at in full."""
-    if group.size > 1 or not mode_if_cacheable():
-        return None
-    return logits.shape, logits.dtype, logits.device, target.shape, target.dtype, target.device, *options
-
-
 def _checked_cross_entropy(
     logits: Tensor, target: Tensor, group: Group, vocab_size: int | None, label_smoothing: float, ignore_index: int,
     reduction: Reduction, z_loss: float,
 ) -> Tensor:  # fmt: skip
-    options = vocab_size, label_smoothing, ignore_index, reduction, z_loss
-    key = _key_of(logits, target, group, *options)
-    known = None if key is None else _on_one_rank.lookup(key)
-    if known is not None:
-        if not logits.is_cuda:  # there the kernels assert the range
-            check_ids(target, known.shard.size, name="target", rank=0, ignored=ignore_index)
-        return _cross_entropy(logits, target, known)
     _check_options(label_smoothing, reduction, z_loss)
     agreed = agreed_in(group)
     try:
@@ -151,9 +134,6 @@ def _checked_cross_entropy(
         check_agreement(facts, group, logits.device, agreed, same={"target": target})
     if not invariant:
         stock.log_once(group)
-    elif key is not None and all(type(option) in (int, float, str, type(None)) for option in options):
-        alone = VocabShard(resolve_group(None), shard.size, shard.width)  # a process group is not kept alive
-        _on_one_rank.store(key, CrossEntropyCall(alone, call.spec, reduction))
     return (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
 
 

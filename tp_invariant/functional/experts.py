@@ -32,14 +32,13 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import Group, exchange_flat, exchange_rows, gather_dim, gather_uneven
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import local_of
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from ..core.layout import split_sizes
+from ..core.torch_private import TorchDispatchMode, schema_of, tree, version_of
 from ..gemm.gemm_fn import GemmFn
 from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
 from ..kernels.experts.routing_checks import check_rows
@@ -491,7 +490,7 @@ class _Elementwise(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = [value for value in tree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         for tensor in tensors:
             if tensor.requires_grad and not self.recorded:
                 raise ValueError(
@@ -500,7 +499,7 @@ class _Elementwise(TorchDispatchMode):
                 )
         if func in POSITION_DEPENDENT:
             return position_invariant(func, args, kwargs)
-        elementwise = torch.Tag.pointwise in func.tags or func._schema.name in _HARMLESS or not tensors
+        elementwise = torch.Tag.pointwise in func.tags or schema_of(func).name in _HARMLESS or not tensors
         if torch.Tag.nondeterministic_seeded in func.tags or not (elementwise or func.is_view):
             raise NotImplementedError(
                 f"the activation or gate_fn of experts calls {func}, which is not elementwise: its bits may depend on "
@@ -534,11 +533,11 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(h)
         ctx.fn = fn
-        version = None if h.is_inference() else h._version
+        version = None if h.is_inference() else version_of(h)
         own = h.detach()  # which requires no gradient, as h does here
         with _Elementwise(recorded=False):
             y = fn(own)
-        if version is not None and h._version != version:
+        if version is not None and version_of(h) != version:
             raise ValueError(
                 "the activation or gate_fn of experts changes its input in place, which backward needs as it was: give "
                 "one that does not (inplace=False)"

@@ -93,8 +93,8 @@ class LinearCall:
             c = _shaped(self, product(), (*lead, weight.shape[1 - k_dim]))
             if not scatter or not dim:
                 return c
-            c = c.movedim(0, dim).contiguous()
-            return fresh_view(c, c.shape) if c._is_view() else c  # where it was contiguous: one sequence
+            c = c.movedim(0, dim)
+            return fresh_view(c, c.shape) if c.is_contiguous() else c.contiguous()  # it is where there is one sequence
 
         return finish
 

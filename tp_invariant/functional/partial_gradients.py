@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..core.differentiation import is_executed
 from ..core.dtensors import grad_like, is_dtensor, local_of
+from ..core.torch_private import after_backward, current_backward, version_of
 
 _Sums = list[Tensor | None]
 
@@ -78,10 +79,10 @@ class PartialGradients:
         What one backward computes in several calls is added first, then the result to what waits, as autograd does it
         with .grad. A backward that raises leaves nothing.
         """
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward not in self._running:
-            end: Any = functools.partial(self._end, backward, parameter)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            end = functools.partial(self._end, backward, parameter)
+            after_backward(end)
         self._running[backward] = _plus(self._running.get(backward), sums)
 
     def _end(self, backward: int, parameter: Tensor) -> None:
@@ -106,7 +107,7 @@ class PartialGradients:
         sums, placeholder = self._sums, self._placeholder
         self._sums = self._placeholder = None
         self._running.clear()
-        if placeholder is None or placeholder[1] is not parameter.grad or placeholder[0]._version > 0:
+        if placeholder is None or placeholder[1] is not parameter.grad or version_of(placeholder[0]) > 0:
             return None
         parameter.grad = None
         return sums

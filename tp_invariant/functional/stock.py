@@ -260,7 +260,8 @@ def grad_norm(params: list[Tensor], over: list[Group], stages: Group, place: tor
     """
     grads = [p.grad for p in params if p.grad is not None]
     plain = [g if g.element_size() <= 4 else g.float() for g in grads if not hasattr(g, "full_tensor")]
-    norms = iter(torch._foreach_norm(plain, 2, torch.float32) if plain else ())  # torch's clip_grad_norm_ has it too
+    # torch's clip_grad_norm_ has it too
+    norms = iter(torch.ops.aten._foreach_norm.Scalar(plain, 2, torch.float32) if plain else ())
     every = [
         torch.linalg.vector_norm(g.float()).full_tensor() if hasattr(g, "full_tensor") else next(norms) for g in grads
     ]

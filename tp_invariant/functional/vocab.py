@@ -67,7 +67,7 @@ def _check_range_now(ids: Tensor, size: int, name: str, rank: int, ignored: int 
         inside |= ids == ignored
     allowed = f"from 0 to {size - 1}" + ("" if ignored is None else f", or ignore_index={ignored}")
     if ids.device.type == "cuda":
-        torch._assert_async(inside.all(), f"{name} holds an id out of range: allowed is {allowed}")
+        torch.ops.aten._assert_async.msg(inside.all(), f"{name} holds an id out of range: allowed is {allowed}")
     elif not inside.all():
         outside = ids[~inside]
         raise IndexError(

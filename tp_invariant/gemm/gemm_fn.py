@@ -305,8 +305,8 @@ def _gemm_kernel(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: to
 
 
 def _gemm_fake(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    torch._check(a.dim() == 2 and b.dim() == 2, lambda: f"a {tuple(a.shape)} and b {tuple(b.shape)} must be matrices")
-    torch._check(a.shape[1] == b.shape[0], lambda: f"a {tuple(a.shape)} @ b {tuple(b.shape)}: K differs")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise RuntimeError(f"a {tuple(a.shape)} @ b {tuple(b.shape)}: both must be matrices, of one K")
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
