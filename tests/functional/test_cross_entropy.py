@@ -583,30 +583,6 @@ def test_what_is_refused(changes, kind, text, mode):
         tpi.vocab_parallel_cross_entropy(logits, target, tp_group=None, **options)
 
 
-def test_a_call_that_repeats_another_is_refused_for_the_same_reasons():
-    logits, target = torch.randn(6, 12), torch.arange(6)
-    known = cross_entropy_module._on_one_rank.resolved
-
-    def loss(target: Tensor = target, **options: Any) -> Tensor:
-        return tpi.vocab_parallel_cross_entropy(logits, target, tp_group=None, **options)
-
-    with tpi.set_tp_invariant_mode(True):
-        first = loss()
-        count = len(known)
-        assert count and any(key[0] == logits.shape for key in known)
-        assert_bitwise_equal(loss(), first)
-        with pytest.raises(IndexError, match="target holds 12"):
-            loss(target + 7)
-        with pytest.raises(TypeError, match=r"target is torch\.float32"):
-            loss(target.float())
-        with pytest.raises(ValueError, match="reduction=\\['mean'\\] is unknown"):
-            loss(reduction=["mean"])
-        loss(label_smoothing=torch.tensor(0.1))  # a tensor may be another number by the next call
-        assert len(known) == count
-        with tpi.set_tp_invariant_mode(False), mock.patch.object(cross_entropy_module, "_cross_entropy", None):
-            loss()
-
-
 def refused_on_ranks(tp_group: Any) -> tuple[str, str]:
     rank = tp_group.rank()
     target = torch.zeros(2, dtype=torch.int64)
