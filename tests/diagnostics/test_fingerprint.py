@@ -1,6 +1,5 @@
 """The fingerprint: the same lines in every run and for any number of threads, and other lines if any bit differs."""
 
-import re
 import zlib
 
 import pytest
@@ -9,8 +8,7 @@ import torch
 from tp_invariant.diagnostics import fingerprint as fingerprint_module
 from tp_invariant.diagnostics.cli import main
 from tp_invariant.diagnostics.fingerprint import fingerprint, hashed, hashed_floats, tensor_core_fingerprint
-from tp_invariant.gemm import bundled_gemm_fn
-from tp_invariant.kernels.gemm import reference, tensor_core
+from tp_invariant.kernels.gemm import tensor_core
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALL_GEMMS, SMALL_ROWS = ((7, 9, 100), (3, 5, 257)), ((5, 70),)
@@ -122,17 +120,6 @@ def test_one_bit_of_the_input_changes_every_line(small, monkeypatch):
     assert [a.key for a, b in zip(after, before, strict=True) if a.digest == b.digest] == []
 
 
-def test_one_bit_of_a_result_changes_its_line(small):
-    def nudged(a, b, *, bias=None, out_dtype=None):
-        c = reference.matmul(a, b, bias=bias, out_dtype=out_dtype)
-        c.view(torch.int32 if c.dtype == torch.float32 else torch.int16)[-1, -1] ^= 1
-        return c
-
-    gemm_fns = bundled_gemm_fn(torch.device("cpu")), nudged
-    right, wrong = (list(fingerprint_module.gemm_lines(gemm_fn, DTYPES, "cpu")) for gemm_fn in gemm_fns)
-    assert all(a.key == b.key and a.digest != b.digest for a, b in zip(right, wrong, strict=True))
-
-
 def test_the_model_has_lines_of_its_own(small):
     """Only those of 16-bit GEMMs; no fp32 line has the CPU kernels' bits, so a comparison with them can fail."""
     model, cpu = tensor_core_fingerprint(), {line.key: line.digest for line in fingerprint("cpu")}
@@ -143,17 +130,6 @@ def test_the_model_has_lines_of_its_own(small):
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_printed_and_written_lines_are_equal(small, capsys, tmp_path):
-    assert main(["fingerprint", "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert main(["fingerprint", "--device", "cpu", "--output", str(tmp_path / "f.txt")]) == 0
-    assert capsys.readouterr().out == ""
-    assert (tmp_path / "f.txt").read_text() == printed
-    head, lines = printed.splitlines()[:4], printed.splitlines()[4:]
-    assert all(line.startswith("# ") for line in head) and f"# torch {torch.__version__}" in head
-    assert all(re.fullmatch(r"[a-z_0-9.+]+ (bfloat16|float16|float32) [0-9x]+ [0-9a-f]{64}", line) for line in lines)
 
 
 def test_compare(small, capsys, tmp_path):
@@ -242,13 +218,6 @@ def test_usage_errors(small, capsys, arguments, text):
         main(["fingerprint", *arguments])
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
-def test_no_gpu(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["fingerprint", "--device", "cuda"])
-    assert caught.value.code == 2 and "torch sees no GPU here" in capsys.readouterr().err
 
 
 # --- a GPU ----------------------------------------------------------------------------------------------------------

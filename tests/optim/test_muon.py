@@ -7,7 +7,7 @@ import torch
 from meshes import init_device_mesh, mesh_or_group
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -195,25 +195,6 @@ def test_fully_shard():
     for sizes in ((2, 4), (4, 2)):
         for result in run_ranks(fully_sharded, 8, sizes):
             testing.assert_bitwise_equal(result, expected)
-
-
-def uneven(tp_group):
-    """torch.chunk's shards of a DTensor, of which some may be empty."""
-    torch.manual_seed(0)
-    weight, grad = torch.randn(2, 5, 16)
-    alone = nn.Parameter(weight.clone())
-    alone.grad = grad.clone()
-    p = nn.Parameter(distribute_tensor(weight.clone(), mesh_or_group(tp_group, "mesh"), [Shard(0)]))
-    p.grad = distribute_tensor(grad, p.device_mesh, [Shard(0)])
-    tpi.parameters.mark_sharded(p, 0, 1, p.device_mesh)
-    for parameter in (alone, p):
-        tpi.optim.Muon([parameter]).step()
-    testing.assert_bitwise_equal(p.full_tensor().detach(), alone.detach())
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_shards_of_other_sizes(size):
-    run_ranks(uneven, size)
 
 
 # --- state, products, and what is refused ---------------------------------------------------------------------------

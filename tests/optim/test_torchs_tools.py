@@ -223,29 +223,6 @@ def test_pipeline_stages_agree():
     assert [r[1] for r in results] == [[1.0]] * 4
 
 
-def unscaled_in_one_stage_without_a_group(tp_group):
-    """Ranks 0 and 1 have a layer over both, 2 and 3 parameters of their own; stages (0, 2) and (1, 3)."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    first = tp_group.rank() < 2
-    layer = tpi.Linear(16, 16, parallel_mode="column", tp_group=mesh["tp"].get_group() if first else None)
-    found = []
-    for bad in range(4):
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        layer.weight.grad = torch.full_like(layer.weight, float("inf") if tp_group.rank() == bad else 1.0)
-        scaler = tpi.optim.GradScaler("cpu", pp_group=mesh["pp"])
-        scaler.scale(torch.ones(()))
-        scaler.unscale_(optimizer)
-        found.append([float(v) for v in scaler._found_inf_per_device(optimizer).values()])
-    return found
-
-
-def test_stages_with_and_without_a_tensor_parallel_group_agree():
-    found = run_ranks(unscaled_in_one_stage_without_a_group, 4)
-    assert found[0] == found[1] == [[1.0]] * 4
-    # the stage without a group has no way from rank 2 to rank 3
-    assert found[2][2] == found[3][3] == found[2][0] == found[3][1] == [1.0]
-
-
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 MAKE = {
@@ -379,26 +356,6 @@ def test_copies_and_functional_calls():
 
 
 # --- parametrizations -----------------------------------------------------------------------------------------------
-
-
-def weight_normed(tp_group, layer, dim, old):
-    model, x = with_grads(tp_group, "group")
-    apply = nn.utils.weight_norm if old else parametrizations.weight_norm
-    before = model(x).detach()
-    apply(model.get_submodule(layer), "weight", dim)
-    model.zero_grad()
-    y = model(x)
-    torch.testing.assert_close(y.detach(), before, rtol=1e-5, atol=1e-5)
-    y.square().sum().backward()
-    return y.detach(), tpi.clip_grad_norm_(model.parameters(), 1.0)
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("layer, dim", [("gated", 0), ("down", 1)])
-def test_weight_norm_of_slices_that_a_rank_holds_whole(layer, dim, old):
-    one, two = (run_ranks(weight_normed, size, layer, dim, old)[0] for size in (1, 2))
-    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)
 
 
 def refused_parametrizations(tp_group):
