@@ -13,6 +13,7 @@ shared; see gemm/weights.py for the rest.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -60,7 +61,8 @@ class _TokensOfGroup:
     def drop(self) -> None:
         shared, self.shared = self.shared, None
         if shared is not None:
-            shared.end()
+            with suppress(RuntimeError):  # nobody takes these tokens: ranks that part learn of it at their next call
+                shared.end()
 
     def drop_captured(self) -> None:
         """What nobody took ends within its graph; of a capture that failed there is nothing to wait for."""
