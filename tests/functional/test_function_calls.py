@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import tp_invariant as tpi
 from tp_invariant.core.elementwise import POSITION_DEPENDENT_FUNCTIONS
@@ -150,28 +149,6 @@ def test_what_fills_a_vector_has_a_derivative(function):
     with torch.autograd.detect_anomaly():
         y, dx = both(function, torch.rand(3, 5) + 1.5)
     assert y.isfinite().all() and dx.isfinite().all()
-
-
-class Heard(TorchFunctionMode):
-    """A user's mode that doubles what some functions give."""
-
-    def __init__(self, *functions):
-        super().__init__()
-        self.functions = functions
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        return 2 * found if function in self.functions else found
-
-
-def test_what_a_users_mode_is_told():
-    """Of the function itself, once for each block, and not of what makes the blocks."""
-    x = torch.randn(3, 20)
-    with Heard(F.silu, F.pad, torch.cat, Tensor.split, Tensor.view, Tensor.permute, torch.stack):
-        y = both(F.silu, x)[0]
-        halves = both(F.glu, x)[0]
-    assert_bitwise_equal(y, 2 * both(F.silu, x)[0])
-    assert_bitwise_equal(halves, both(F.glu, x)[0])
 
 
 class Gated(nn.Module):

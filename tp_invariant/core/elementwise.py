@@ -1,27 +1,28 @@
-"""Elementwise functions whose bits do not depend on where an element lies; why, and how: kernels/elementwise.py."""
+"""Elementwise functions whose bits do not depend on where an element lies; why, and how: kernels/elementwise.py.
+
+On a CPU alone: there a model's own functions of sharded features (`AroundLayers`), activations of modules, those of
+experts, and what runs inside `batch_invariant()` are computed in whole vectors.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 
-from ..kernels.elementwise import BLOCK, VECTORS, in_whole_vectors
+from ..kernels.elementwise import in_whole_vectors
 from .mode import is_tp_invariant_mode_enabled
+from .torch_private import DisableTorchFunction, schema_of
 
 
 class PositionInvariantActivation(nn.Module):
-    """An activation module without parameters; while the mode is on it is called by `in_whole_vectors`.
-
-    computes: the name by which functional/gated_activation.py knows its function, where conversion has found that out;
-        the module of which it was found out, and the module's own attributes then.
-    """
-
-    computes: tuple[str, nn.Module, tuple[tuple[str, Any], ...]] | None = None
+    """An activation module without parameters; while the mode is on it is called by `in_whole_vectors`."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -32,6 +33,39 @@ class PositionInvariantActivation(nn.Module):
 
 
 # --- functions that a model's own code calls ------------------------------------------------------------------------
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[AroundLayers] = []
+
+
+_of_thread = _OfThread()
+
+
+class AroundLayers(TorchFunctionMode):
+    """A mode that replaces functions which a model's code calls, and none that this library's layers call."""
+
+    def __enter__(self) -> Any:
+        _of_thread.modes.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        _of_thread.modes.remove(self)
+        super().__exit__(*raised)
+
+
+def is_inside(kind: type[AroundLayers]) -> bool:
+    """Whether this thread is inside a mode of this kind."""
+    return any(type(mode) is kind for mode in _of_thread.modes)
+
+
+def inside_a_layer() -> AbstractContextManager[Any]:
+    """Around what a layer computes: inside of an `AroundLayers` no mode sees it, as each function would cost 1 us."""
+    if torch.compiler.is_compiling() or not _of_thread.modes:
+        return nullcontext()
+    return DisableTorchFunction()
+
 
 _OF_ONE_TENSOR = (
     "sigmoid expit silu gelu tanh tanhshrink softplus elu celu selu mish glu softshrink exp exp2 expm1 log "
@@ -48,27 +82,27 @@ POSITION_DEPENDENT_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     if function is not None
 } | {Tensor.__ipow__: Tensor.__pow__}
 
-_POWERS = frozenset((torch.pow, Tensor.pow, Tensor.pow_, Tensor.__pow__, Tensor.__ipow__))
-
 
 def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """function(*args, **kwargs) of POSITION_DEPENDENT_FUNCTIONS; on a CPU by `in_whole_vectors`, with torch's strides.
+    """function(*args, **kwargs) of POSITION_DEPENDENT_FUNCTIONS, on a CPU by `in_whole_vectors`, with torch's strides.
 
-    Of several tensors, such as torch.pow(2, exponents), torch computes it; so it does squares and cubes, by products.
+    What has several tensors or no elements torch computes, and squares and cubes, which are products.
 
     Raises:
         ValueError: out= is given.
     """
-    first, *rest = args or (kwargs.get("input"),)
-    named = kwargs if args else {name: value for name, value in kwargs.items() if name != "input"}
-    others = (*rest, *(value for name, value in named.items() if name != "out"))
+    (first, *rest), named = args or (kwargs.get("input"),), {n: v for n, v in kwargs.items() if n != "input"}
+    others = [*rest, *(value for name, value in named.items() if name != "out")]
+    plain = POSITION_DEPENDENT_FUNCTIONS[function]
+    dim = (rest[0] if rest else named.get("dim", -1)) if plain is F.glu else None
     if (
         type(first) not in (Tensor, nn.Parameter)
         or first.device.type != "cpu"
         or first.layout != torch.strided
         or not first.numel()
         or any(isinstance(value, Tensor) for value in others)
-        or (function in _POWERS and others in ((2,), (3,)))
+        or ("pow" in function.__name__ and others in ([2], [3]))
+        or (dim is not None and first.shape[dim] % 2)
     ):
         return function(*args, **kwargs)
     if named.get("out") is not None:
@@ -76,34 +110,17 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
             f"{function.__name__}(.., out=) in a module that calls tensor-parallel layers is not supported on a CPU "
             "with the TP-invariant mode on: leave out= away"
         )
-    plain = POSITION_DEPENDENT_FUNCTIONS[function]
-    in_place = plain is not function or named.get("inplace", False)
-    named = {name: value for name, value in named.items() if name != "inplace"}
+    in_place = plain is not function or named.pop("inplace", False)
     if rest and rest[-1] is True and function.__module__ == F.__name__:  # `inplace`, the last parameter there
         rest, in_place = rest[:-1], True
-
-    def told(block: Tensor) -> Tensor:
-        """plain(block, ..), of which a user's mode is told, as it is not of the operations that make blocks."""
-        with torch._C._EnableTorchFunction():
-            return plain(block, *rest, **named)
-
-    with torch._C.DisableTorchFunction():
-        if plain is F.glu:
-            dim = rest[0] if rest else named.get("dim", -1)
-            if first.shape[dim] % 2:
-                return function(*args, **kwargs)  # torch's error
-            rest, named = [], {"dim": 0}
-            return in_whole_vectors(lambda a, b: told(torch.stack((a, b)))[0], *first.chunk(2, dim))
+    with inside_a_layer():
+        if dim is not None:
+            return in_whole_vectors(lambda a, b: F.glu(torch.stack((a, b)), 0)[0], *first.chunk(2, dim))
         x = first.clone() if in_place else first  # which backward may need
-        if not x.is_contiguous():
-            strides = torch.empty_like(x, device="meta").stride()  # of torch's result
-            order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
-            result = in_whole_vectors(told, x.permute(order))
-            result = result.permute(sorted(range(x.dim()), key=order.__getitem__))
-        elif x.numel() % VECTORS == 0 and x.numel() <= BLOCK:
-            result = told(x)  # whole vectors as it is
-        else:
-            result = in_whole_vectors(told, x)
+        strides = torch.empty_like(x, device="meta").stride()  # of torch's result
+        order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+        result = in_whole_vectors(lambda block: plain(block, *rest, **named), x.permute(order))
+        result = result.permute(sorted(range(x.dim()), key=order.__getitem__))
         if in_place and not torch.can_cast(result.dtype, first.dtype):
             return function(*args, **kwargs)  # torch's error
         return first.copy_(result) if in_place else result
@@ -119,97 +136,70 @@ _NAMES = (
 )
 _WITH_ALPHA = ("aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::rsub")
 # Overloads whose CPU kernel gave an element different bits at different positions in a test, and related overloads.
-POSITION_DEPENDENT: frozenset[OpOverload] = frozenset(
+POSITION_DEPENDENT: frozenset[Any] = frozenset(
     op
     for name in _NAMES.split()
     for packet in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_", None))
     if packet is not None
     for op in (getattr(packet, overload) for overload in packet.overloads())
-    if any(str(argument.type) == "Tensor" for argument in op._schema.arguments)
+    if any(str(argument.type) == "Tensor" for argument in schema_of(op).arguments)
 )
 
 
-def position_invariant(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """func(*args, **kwargs) of POSITION_DEPENDENT, below autograd; on a CPU in blocks of full vectors.
+def position_invariant(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """func(*args, **kwargs) of POSITION_DEPENDENT, below autograd; on a CPU by `in_whole_vectors`.
 
     Also with out= and in place. An add, sub or rsub depends on the position only with a factor: with alpha = 1, the
     usual case, torch computes it.
     """
-    if func._schema.name in ("aten::glu", "aten::glu_backward"):
+    name = schema_of(func).name
+    target = next((key for key in ("out", "grad_input") if kwargs.get(key) is not None), None)
+    named = {key: value for key, value in kwargs.items() if key != target}
+    tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    if name in ("aten::glu", "aten::glu_backward"):
         return _glu(func, *args, **kwargs)
-    if any(isinstance(value, Tensor) and value.is_cuda for value in args):
-        return func(*args, **kwargs)
-    target = next((name for name in ("out", "grad_input") if name in kwargs), None)
-    operands = [*args, *(value for name, value in kwargs.items() if name != target)]
-    tensors = [value for value in operands if isinstance(value, Tensor)]
-    if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors) or (
-        func._schema.name in _WITH_ALPHA and (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1
+    if (
+        any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors)
+        or (name in _WITH_ALPHA and (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1)
+        or not shape.numel()
     ):
         return func(*args, **kwargs)
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    count = shape.numel()
-    if not count:
-        return func(*args, **kwargs)
-    size = count + -count % VECTORS
+    # A 0-dim tensor among others stays as it is, because type promotion depends on that.
+    cut = [t for t in tensors if t.dim() or not shape]
 
-    def padded(value: Any) -> list[Any]:
-        """`value` for each block. A 0-dim tensor among others stays 0-dim, because type promotion depends on that."""
-        if not isinstance(value, Tensor) or (value.dim() == 0 and len(shape)):
-            return [value] * -(-size // BLOCK)
-        flat = value.new_zeros(size)
-        flat[:count].view(shape).copy_(value)
-        return list(flat.split(BLOCK))
+    def call(*blocks: Tensor) -> Tensor:
+        others = iter(blocks)
 
-    out = None if target is None else kwargs[target]
-    named: dict[Any, list[Any]] = {name: padded(value) for name, value in kwargs.items() if name != target}
-    if target is not None and out is not None:
-        named[target] = list(out.new_empty(size).split(BLOCK))
-    columns = [padded(value) for value in args]
-    blocks = [
-        func(*(column[i] for column in columns), **{name: column[i] for name, column in named.items()})
-        for i in range(-(-size // BLOCK))
-    ]
-    result = torch.cat(blocks)[:count].view(shape)
-    if func._schema.name.endswith("_"):
+        def block_of(value: Any) -> Any:
+            return next(others) if isinstance(value, Tensor) and (value.dim() or not shape) else value
+
+        into = {} if target is None else {target: kwargs[target].new_empty(0)}
+        return func(*map(block_of, args), **{key: block_of(value) for key, value in named.items()}, **into)
+
+    result = in_whole_vectors(call, *(t.expand(shape) for t in cut))
+    if name.endswith("_"):
         return args[0].copy_(result)
-    if out is not None:
-        if out.shape != shape:
-            out.resize_(shape)  # warns, as torch does, unless it is empty
-        return out.copy_(result)
+    if target is not None:
+        out = kwargs[target]
+        return (out if out.shape == shape else out.resize_(shape)).copy_(result)  # torch warns unless it is empty
     like = next((t for t in tensors if t.shape == shape), result)
     return result if like.is_contiguous() else torch.empty_like(like, dtype=result.dtype).copy_(result)
 
 
-def _glu(func: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+def _glu(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """glu or its backward: an element of the result needs one of each half, so the halves are divided alike."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    named = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
     x, dim, grad = named["self"], named.get("dim", -1), named.get("grad_output")
-    shape = list(x.shape)
-    fits = -x.dim() <= dim < x.dim() and shape[dim] % 2 == 0 and x.numel() > 0
-    if fits:
-        shape[dim] //= 2
-    if (
-        not fits
-        or x.device.type != "cpu"
-        or x.layout != torch.strided
-        or (grad is not None and list(grad.shape) != shape)
-    ):
+    odd = not -x.dim() <= dim < x.dim() or x.shape[dim] % 2 or not x.numel()
+    if odd or x.device.type != "cpu" or x.layout != torch.strided or {"out", "grad_input"} & set(kwargs):
         return func(*args, **kwargs)
     halves = x.chunk(2, dim)
-    flat = [F.pad(t.reshape(-1), (0, -t.numel() % VECTORS)) for t in halves]
-    blocks = [torch.stack(pair) for pair in zip(*(t.split(BLOCK) for t in flat), strict=True)]
-    op = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")).default
     if grad is None:
-        result = torch.cat([op(block, 0)[0] for block in blocks])[: halves[0].numel()].view(shape)
-    else:
-        grads = F.pad(grad.reshape(-1), (0, -grad.numel() % VECTORS)).split(BLOCK)
-        both = torch.cat([op(part[None], block, 0) for part, block in zip(grads, blocks, strict=True)], 1)
-        result = torch.cat([part.view(shape) for part in both[:, : grad.numel()]], dim)
-    out = kwargs.get("out", kwargs.get("grad_input"))
-    if out is None:
-        return result
-    if not torch.can_cast(result.dtype, out.dtype):
+        return in_whole_vectors(lambda *both: func(torch.stack(both), 0)[0], *halves)
+    if grad.shape != halves[0].shape:
         return func(*args, **kwargs)  # torch's error
-    if out.shape != result.shape:
-        out.resize_(result.shape)
-    return out.copy_(result)
+    parts = [
+        in_whole_vectors(lambda dy, *both, i=i: func(dy[None], torch.stack(both), 0)[i], grad, *halves) for i in (0, 1)
+    ]
+    return torch.cat(parts, dim)

@@ -108,6 +108,11 @@ TABLE = (
         "torch._inductor.config",
         "documented as the place of torch.compile's options, in a private module; by name, as its import is slow",
     ),
+    PrivateName(
+        "DisableTorchFunction",
+        "torch._C.DisableTorchFunction",
+        "layers inside of a mode of this library: torch calls it for every function, which takes 1 us",
+    ),
     PrivateName("tree", "torch.utils._pytree", "the tensors in arguments and results of any structure"),
     PrivateName(
         "schema_of",
@@ -186,6 +191,7 @@ def saved_tensors_hooks() -> Any:
 
 # --- operators -------------------------------------------------------------------------------------------------------
 
+DisableTorchFunction = torch._C.DisableTorchFunction
 tree = _pytree
 INDUCTOR_CONFIG = "torch._inductor.config"
 function_modes = overrides._get_current_function_mode_stack

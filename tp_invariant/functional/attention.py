@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..core.compiled import define, with_derivative
 from ..core.dtensors import refuse_dtensor
-from ..core.function_modes import enter_again, leave
+from ..core.elementwise import inside_a_layer
 from ..core.graph_breaks import outside_of_graphs
 from ..core.torch_private import dispatch_modes
 from ..kernels.select import select
@@ -103,15 +103,11 @@ def attention(
         NotImplementedError: another kind of device; in backward, a second derivative.
         RuntimeError: forward-mode derivatives.
     """
-    left = leave()
-    try:
+    with inside_a_layer():
         return _attend(
             q, k, v, causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks,
             mask, first_key,
         )  # fmt: skip
-    finally:
-        if left:
-            enter_again(left)
 
 
 def _attend(

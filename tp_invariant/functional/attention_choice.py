@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.dtensors import as_dtensor, is_dtensor
-from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, call_in_whole_vectors
-from ..core.function_modes import AroundLayers, innermost
+from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundLayers, call_in_whole_vectors, is_inside
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
 from ..core.torch_private import forward_pre_hooks_of
@@ -128,9 +127,6 @@ class _Reroute(AroundLayers):
         return call_in_whole_vectors(func, args, kwargs) if is_tp_invariant_mode_enabled() else func(*args, **kwargs)
 
 
-_REROUTE = _Reroute()
-
-
 def _safe_sdpa(
     query: Tensor,
     key: Tensor,
@@ -199,7 +195,7 @@ class SafeSdpa:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():
-            mode = None if isinstance(innermost(), _Reroute) else _REROUTE
+            mode = None if is_inside(_Reroute) else _Reroute()
             self._entered.append(mode)
             if mode is not None:
                 mode.__enter__()

@@ -30,7 +30,7 @@ from ..consistency.agreement import agreed_in, check_agreement, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import refuse_dtensor
-from ..core.function_modes import enter_again, leave
+from ..core.elementwise import inside_a_layer
 from ..core.layout import fresh_view
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.options import Reduction
@@ -93,14 +93,10 @@ def vocab_parallel_cross_entropy(
             (see vocab.check_ids).
         RuntimeError: ranks that disagree.
     """
-    left = leave()
-    try:
+    with inside_a_layer():
         return _checked_cross_entropy(
             logits, target, resolve_group(tp_group), vocab_size, label_smoothing, ignore_index, reduction, z_loss
         )
-    finally:
-        if left:
-            enter_again(left)
 
 
 def _checked_cross_entropy(

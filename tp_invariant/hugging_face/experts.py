@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import Group
+from ..core.elementwise import AroundLayers
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
 from ..core.torch_private import forward_pre_hooks_of
@@ -124,10 +124,8 @@ def use_own_code(model: nn.Module) -> None:
             config._experts_implementation = "eager"
 
 
-class _Reroute(TorchFunctionMode):
+class _Reroute(AroundLayers):
     """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
-
-    is_for_routers_alone = True  # Experts leaves it
 
     def __init__(self, gemm_fn: GemmFn | None) -> None:
         super().__init__()
@@ -136,12 +134,13 @@ class _Reroute(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if is_tp_invariant_mode_enabled():
             if func is F.linear:
-                return _linear(self.gemm_fn, *args, **(kwargs or {}))
+                return _linear(self.gemm_fn, *args, **kwargs)
             if func in (torch.topk, Tensor.topk):
-                return _top_k(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return _top_k(func, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _linear(gemm_fn: GemmFn | None, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

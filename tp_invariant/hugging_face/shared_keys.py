@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Group
-from ..core.function_modes import AroundLayers
+from ..core.elementwise import AroundLayers
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
 from ..functional import stock

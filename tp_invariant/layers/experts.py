@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, compare_call, share_error
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
+from ..core.elementwise import inside_a_layer
 from ..core.fsdp import resharded_whole
 from ..core.graph_breaks import outside_of_graphs
 from ..core.identity import identify
@@ -255,7 +255,7 @@ class Experts(ShardedModule):
 
     @outside_of_graphs("the routing decides how many rows a rank has")
     def _forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        with _without_rerouting():
+        with inside_a_layer():
             return self._compute(x, index, weights)
 
     def _compute(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -531,15 +531,6 @@ class Experts(ShardedModule):
         text += f", ep={self.group.rank}/{self.group.size}" if self.over_data else ""
         text += ", by expert" if self.by_expert else ""
         return text + (", sequence_parallel=True" if self.sequence_parallel else "")
-
-
-def _without_rerouting() -> contextlib.AbstractContextManager:
-    """Leaves the mode in which a mixture's own code runs (hugging_face/experts.py): it takes 10 us for each operation
-    of torch, and finds nothing to replace in the experts."""
-    mode = overrides._get_current_function_mode()
-    if getattr(mode, "is_for_routers_alone", False):
-        return overrides._pop_mode_temporarily()
-    return contextlib.nullcontext()
 
 
 def _name_of(activation: str | Activation) -> str:

@@ -17,7 +17,7 @@ from ..consistency.agreement import AgreedCalls, check_agreement, share_error
 from ..consistency.shards import note_source
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
-from ..core.function_modes import enter_again, leave
+from ..core.elementwise import inside_a_layer
 from ..core.layout import Stride, check_divides
 from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import OwnerMap, ParallelMode
@@ -317,12 +317,8 @@ class Linear(ShardedModule, nn.Linear):
             ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.
             TypeError: a dtype that is not the weight's, outside autocast.
         """
-        left = leave()
-        try:
+        with inside_a_layer():
             return self._forward(x)
-        finally:
-            if left:
-                enter_again(left)
 
     def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):

@@ -17,7 +17,7 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, share_error
 from ..core.compiled import specialize
 from ..core.dtensors import as_local, refuse_dtensor
-from ..core.function_modes import enter_again, leave
+from ..core.elementwise import inside_a_layer
 from ..core.layout import TokenSharding, check_divides
 from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import Normalization
@@ -139,12 +139,8 @@ class ParallelNorm(ShardedModule):
                 residual of another shape, dtype or device than x's, or of a norm over heads.
             TypeError: a dtype that the kernels do not take.
         """
-        left = leave()
-        try:
+        with inside_a_layer():
             return self._forward(x, residual)
-        finally:
-            if left:
-                enter_again(left)
 
     def _forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         refuse_dtensor(x, "x of a ParallelNorm")

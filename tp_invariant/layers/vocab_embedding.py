@@ -28,7 +28,7 @@ from ..consistency.shards import note_source
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local, local_of, refuse_dtensor
-from ..core.function_modes import enter_again, leave
+from ..core.elementwise import inside_a_layer
 from ..core.layout import check_divides, fresh_view, split_sizes
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
@@ -177,11 +177,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             TypeError: ids, or with the mode on a weight, of a dtype that is not supported.
             ValueError: a sequence_dim that ids do not have, or whose size the degree does not divide.
         """
-        left = leave()
-        try:
+        with inside_a_layer():
             return self._forward(ids)
-        finally:
-            enter_again(left)
 
     def _forward(self, ids: Tensor) -> Tensor:
         refuse_dtensor(ids, "ids of a VocabParallelEmbedding")
