@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import Pending
-from tp_invariant.core import fsdp
+from tp_invariant.core import fsdp, torch_private
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.core.fsdp import resharded_whole
 from tp_invariant.gemm import weights as gemm_weights
@@ -110,7 +110,7 @@ def garbage_in_freed_memory():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm_weights, "start_weight", start_weight)
-        patch.setattr(gemm_weights, "_memory_of", lambda weight: (weight.untyped_storage()._cdata, weight.shape))
+        patch.setattr(gemm_weights, "_memory_of", lambda weight: (weight.untyped_storage().data_ptr(), weight.shape))
         patch.setattr(FSDPParam, "free_unsharded_param", free_unsharded_param)
         yield
 
@@ -127,10 +127,10 @@ def managed(whole):
     """As if fully_shard had gathered `whole`; gives a list with an item for each look at what it manages."""
     state, looks = FSDPState(), []
     state._fsdp_param_groups = [SimpleNamespace(fsdp_params=[Record(whole)])]
-    parameters = fsdp._parameters
+    records = torch_private.fsdp_records_of_groups
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_composable_state, "_module_state_mapping", {0: weakref.ref(state)})
-        patch.setattr(fsdp, "_parameters", lambda state: looks.append(None) or parameters(state))
+        patch.setattr(torch_private, "fsdp_records_of_groups", lambda state: looks.append(None) or records(state))
         yield looks
 
 
@@ -140,7 +140,7 @@ def test_what_is_known_of_fully_shards_memory_holds_none_and_is_checked():
         other = torch.ones(2, 3)
         assert fsdp.resharded_whole(whole.detach()) is whole and len(looks) == 1
         assert fsdp.resharded_whole(other) is None and len(looks) == 2
-        memory = whole.untyped_storage()._cdata
+        memory = whole.untyped_storage().data_ptr()
         whole.data = torch.zeros(2, 3)  # as if the address had gone to another storage
         assert memory in fsdp._records and fsdp._of_memory(fsdp._records, memory) is None
         assert fsdp.resharded_whole(whole.detach()) is whole and len(looks) == 3

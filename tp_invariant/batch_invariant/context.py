@@ -51,10 +51,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import DispatchKeySet
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._ops import OpOverload
 
+from ..core.torch_private import DispatchKeySet, OpOverload, eval_frame
 from ..functional.attention_choice import safe_attention
 from ..functional.linear import flatten_tokens
 from ..gemm.gemm_fn import BUNDLED_DTYPES, gemm
@@ -133,7 +131,7 @@ _stance: Any = None  # restores torch.compile's stance from before the first con
 def _compilation_disabled() -> Iterator[None]:
     """Disables torch.compile: on this thread, if a compiled function enters; on all until the last one exits."""
     global _open, _stance
-    callback = set_eval_frame(None)
+    callback = eval_frame.set_eval_frame(None)
     try:
         with _opening:
             if _open == 0:
@@ -147,7 +145,7 @@ def _compilation_disabled() -> Iterator[None]:
                 if _open == 0:
                     _stance.__exit__(None, None, None)
     finally:
-        set_eval_frame(callback)
+        eval_frame.set_eval_frame(callback)
 
 
 @contextlib.contextmanager
@@ -179,7 +177,7 @@ def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
             _thread.contexts -= 1
 
 
-def batch_invariant() -> contextlib._GeneratorContextManager[None]:
+def batch_invariant() -> contextlib.AbstractContextManager[None]:
     """Context or decorator inside which a model's forward gives a row the same bits in any batch.
 
         with tpi.batch_invariant():

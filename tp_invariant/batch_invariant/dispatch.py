@@ -14,28 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._ops import OpOverload
 
+from ..core import torch_private
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
+from ..core.torch_private import DispatchKey, DispatchKeySet, OpOverload, exclude, include, included, schema_of
 from .ops import REFUSED, REFUSED_OVER_DIMS, ROUTES, check_operands, over_dims, overloads, store
 
 _ABOVE, _BELOW = "DeferredInit", "Fake"  # autograd
 _lock = threading.Lock()
-
-
-def _private_function(name: str) -> Callable[..., Any]:
-    """A private function of torch's. If torch lacks it, the package can be imported, but the mode cannot be entered."""
-
-    def missing(*args: Any) -> None:
-        raise RuntimeError(f"batch_invariant() needs {name}, which torch {torch.__version__} lacks: use 2.11 to 2.13")
-
-    return getattr(torch._C, name, missing)
-
-
-included: Callable[[DispatchKey], bool] = _private_function("_dispatch_tls_is_dispatch_key_included")
-include: Callable[[DispatchKey, bool], None] = _private_function("_dispatch_tls_set_dispatch_key_included")
-_exclude: Callable[[DispatchKey, bool], None] = _private_function("_dispatch_tls_set_dispatch_key_excluded")
 
 
 def _keys() -> tuple[DispatchKey, DispatchKey]:
@@ -45,13 +31,13 @@ def _keys() -> tuple[DispatchKey, DispatchKey]:
         RuntimeError: this torch does not have them where they were, or uses them.
     """
     try:
-        above, below = (torch._C._dispatch_key_parse(name) for name in (_ABOVE, _BELOW))
+        above, below = map(torch_private.dispatch_key, (_ABOVE, _BELOW))
     except RuntimeError:
         above = below = DispatchKey.Undefined
     order = (DispatchKey.BackendSelect, below, DispatchKey.ADInplaceOrView, DispatchKey.AutocastCUDA, above)
     places = [key.value for key in order]
-    entries = torch._C._dispatch_dump_table("aten::mm").splitlines()
-    if places != sorted(set(places)) or any(line.startswith((f"{_ABOVE}:", f"{_BELOW}:")) for line in entries):
+    used = any(torch.ops.aten.mm.default.has_kernel_for_dispatch_key(key) for key in (above, below))
+    if places != sorted(set(places)) or used:
         raise RuntimeError(
             f"batch_invariant() needs the dispatch keys {_ABOVE} and {_BELOW}, which torch {torch.__version__} lacks, "
             "has in another order or uses itself (or torchdistx, if it is imported): use torch 2.11 to 2.13, without it"
@@ -98,11 +84,11 @@ def _python_first(func: OpOverload) -> Callable[..., Any]:
 
     def call(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         _register_behind_python()
-        _exclude(_below, True)
+        exclude(_below, True)
         try:
             return func(*args, **kwargs)
         finally:
-            _exclude(_below, False)
+            exclude(_below, False)
 
     return call
 
@@ -116,10 +102,10 @@ def _registers_at_cpu(func: OpOverload) -> bool:
     """
     if func in _CALLING_TWO:
         return False
-    tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in func._schema.arguments)
+    tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in schema_of(func).arguments)
     composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
-    return (tensors == 1 or "backward" in func._schema.name or func in _SUMS) and (direct or not composite)
+    return (tensors == 1 or "backward" in schema_of(func).name or func in _SUMS) and (direct or not composite)
 
 
 _CALLING_TWO = {
@@ -145,7 +131,7 @@ def _cpu_kernel(func: OpOverload) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(func, "CPU").call_boxed
     if func not in _SUMS:
         return kernel
-    into, in_place = _SUMS[func], func._schema.name.endswith("_")
+    into, in_place = _SUMS[func], schema_of(func).name.endswith("_")
 
     def call(keys: DispatchKeySet, a: Any, b: Any, **kwargs: Any) -> Tensor:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -159,8 +145,8 @@ def _cpu_kernel(func: OpOverload) -> Callable[..., Any]:
 
 
 def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
-    compute, in_place = ROUTES[func], func._schema.name.endswith("_")
-    target = next((argument.name for argument in func._schema.arguments if argument.is_out), None)
+    compute, in_place = ROUTES[func], schema_of(func).name.endswith("_")
+    target = next((argument.name for argument in schema_of(func).arguments if argument.is_out), None)
 
     def route(args: tuple, kwargs: dict[str, Any]) -> Tensor:
         plain = kwargs if target is None else {name: value for name, value in kwargs.items() if name != target}
@@ -280,7 +266,7 @@ def _register_behind_python() -> None:
     with _lock:
         if len(_libraries) == 2:
             aten = torch.library.Library("aten", "IMPL")
-            later = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+            later = torch_private.keys_after(DispatchKey.BackendSelect)
             for func, handle in _handlers.items():
                 kernel = _kernel(handle, _is_off, functools.partial(_redispatch, func, later))
                 aten.impl(func, kernel, "BackendSelect", with_keyset=True)

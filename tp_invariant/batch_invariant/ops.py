@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from ..core.torch_private import OpOverload, schema_of
 from ..gemm.gemm_fn import BUNDLED_DTYPES, gemm, uses_bundled
 from ..kernels.select import select
 
@@ -39,7 +39,7 @@ def check_operands(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
             break
     else:
         return True
-    named = [*zip((argument.name for argument in func._schema.arguments), args, strict=False), *kwargs.items()]
+    named = [*zip((argument.name for argument in schema_of(func).arguments), args, strict=False), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     dtypes = [(name, value) for name, value in named if isinstance(value, torch.dtype)]
     kinds = [t.dtype for _, t in tensors] + [dtype for _, dtype in dtypes]
@@ -268,7 +268,8 @@ def overloads(name: str) -> list[OpOverload]:
 def _routed(name: str) -> list[OpOverload]:
     if name.startswith("add") or name in ("mm", "bmm", "baddbmm", "baddbmm_", "mv", "dot", "vdot"):
         return overloads(name)
-    return [op for op in overloads(name) if any(a.name == "dim" and "int" in str(a.type) for a in op._schema.arguments)]
+    found = ((op, schema_of(op).arguments) for op in overloads(name))
+    return [op for op, arguments in found if any(a.name == "dim" and "int" in str(a.type) for a in arguments)]
 
 
 ROUTES = {op: function for name, function in _FUNCTIONS.items() for op in _routed(name)}
@@ -314,5 +315,5 @@ REFUSED_OVER_DIMS = {
 
 def over_dims(func: OpOverload) -> int | None:
     """Which argument of func, by place, says over which dims it runs."""
-    places = [place for place, argument in enumerate(func._schema.arguments) if argument.name == "dim"]
+    places = [place for place, argument in enumerate(schema_of(func).arguments) if argument.name == "dim"]
     return places[0] if places else None

@@ -31,12 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._guards import TracingContext
-from torch._library.effects import EffectType
-from torch._library.simple_registry import singleton as _registry
 from torch.fx import traceback
 from torch.fx.node import has_side_effect
 
+from . import torch_private
 from .dtensors import as_local, is_dtensor, with_dtensors
 from .graph_breaks import outside_of_graphs
 from .mode import is_call_check_enabled
@@ -46,12 +44,8 @@ _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as 
 
 
 def constant(fn: Callable) -> Callable:
-    """Marks fn for torch.compile: fn is called during tracing, and its result is a constant of the graph.
-
-    The same as torch.compiler.assume_constant_result, without importing the compiler.
-    """
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
+    """Marks fn for torch.compile: fn is called during tracing, and its result is a constant of the graph."""
+    return torch_private.mark_constant(fn)
 
 
 # --- configs as text ------------------------------------------------------------------------------------------------
@@ -94,8 +88,7 @@ def group_by_name(name: str) -> Any:
     """The group with this name in torch's own table, from which destroyed groups are removed."""
     if not name:
         return _new_group(None)
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return _new_group(resolve(name))
+    return _new_group(torch_private.resolve_process_group(name))
 
 
 def define(
@@ -114,8 +107,7 @@ def define(
     _library.impl(name, outside_of_graphs("the kernel of an op")(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tp_invariant::{name}", fake, lib=_library)
     if ordered:
-        # torch.library._register_effectful_op(..), which would import the compiler with all it needs
-        _registry.find(f"tp_invariant::{name}").effect.register(EffectType.ORDERED)
+        torch_private.register_ordered(f"tp_invariant::{name}")
     if backward is not None:
         torch.library.register_autograd(f"tp_invariant::{name}", backward, setup_context=setup_context, lib=_library)
     return getattr(torch.ops.tp_invariant, name).default
@@ -189,16 +181,9 @@ def _with_place(text: str) -> str:
 
 
 def _makes_cuda_graphs() -> bool:
-    """Whether torch makes CUDA graphs of what it compiles now: by a setting of inductor's, or in its own backend
-    "cudagraphs", which may be called by a backend of the user's and which no setting shows."""
-    inductor = sys.modules.get("torch._inductor.config")
-    if inductor is not None and inductor.triton.cudagraphs:
-        return True
-    backend = sys.modules.get("torch._dynamo.backends.cudagraphs")
-    frame = sys._getframe() if backend is not None else None
-    while frame is not None and frame.f_globals is not vars(backend):
-        frame = frame.f_back
-    return frame is not None
+    """Whether torch makes CUDA graphs of what it compiles now, by a setting of inductor's."""
+    inductor = sys.modules.get(torch_private.INDUCTOR_CONFIG)
+    return inductor is not None and bool(inductor.triton.cudagraphs)
 
 
 @lru_cache(maxsize=4096)
@@ -289,8 +274,8 @@ def _refuse_settings(name: str, group: str) -> None:
     Around an op that is to be recomputed, and under compiled autograd, torch saves the token of its order for backward,
     where it can save tensors alone. A replay of a CUDA graph compares no calls.
     """
-    modules = sys.modules
-    if not group or "torch._dynamo.config" not in modules:
+    dynamo = sys.modules.get(torch_private.DYNAMO_CONFIG)
+    if not group or dynamo is None:
         return
     if is_call_check_enabled() and _makes_cuda_graphs():
         problem = (
@@ -303,8 +288,8 @@ def _refuse_settings(name: str, group: str) -> None:
             "in a torch.utils.checkpoint inside a compiled region; allowed: compile the function that is given to "
             "checkpoint, or the layer, and call checkpoint outside of what is compiled"
         )
-    elif modules["torch._dynamo.config"].compiled_autograd:
-        problem = "under torch._dynamo.config.compiled_autograd=True; allowed: False, and backward outside"
+    elif dynamo.compiled_autograd:
+        problem = "under compiled_autograd=True; allowed: False, and backward outside"
     else:
         return
     raise ValueError(f"tp_invariant::{name} moves bytes between ranks and cannot be {problem}")
@@ -352,9 +337,9 @@ def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _with_own_memory(tensor: Tensor, others: Sequence[Tensor | None]) -> Tensor:
     """`tensor`, contiguous and in memory of its own: an op's output must not be a view of its inputs."""
-    for other in others:
-        if other is not None and torch._C._is_alias_of(tensor, other):  # type: ignore[attr-defined]
-            return tensor.clone(memory_format=torch.contiguous_format)
+    memory = tensor.untyped_storage().data_ptr()
+    if any(other is not None and other.untyped_storage().data_ptr() == memory for other in others):
+        return tensor.clone(memory_format=torch.contiguous_format)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -366,7 +351,7 @@ def traced_op(x: Tensor) -> tuple[str, tuple]:
 
     Also "", () where torch runs what it has traced op by op (backend="eager"): then x has a node of this run.
     """
-    node = x.grad_fn if TracingContext.try_get() is not None else None
+    node = x.grad_fn if torch_private.TracingContext.try_get() is not None else None
     name = _derivatives.get(type(node), "")
     return (name, node.settings) if node is not None and name else ("", ())  # type: ignore[attr-defined]
 
@@ -381,16 +366,17 @@ def with_derivative(op: Any, schema: str, backward: Callable, setup_context: Cal
     ordered: of `op`. While a graph still calls what is decomposed later, that call is kept even if nothing uses it.
         The last argument is a text, which then says where the op runs.
     """
-    in_a_list = [str(result.type) for result in op._schema.returns] == ["List[Tensor]"]
+    in_a_list = [str(result.type) for result in torch_private.schema_of(op).returns] == ["List[Tensor]"]
 
     def forward(*args: Any) -> Any:
         results = op(*args[:-1], _with_place(args[-1])) if ordered else op(*args)
         return tuple(results) if in_a_list else results
 
     methods = {"forward": forward, "backward": backward, "setup_context": setup_context}
-    name = f"{op._opname}_with_derivative"
+    opname = torch_private.schema_of(op).name.partition("::")[2]
+    name = f"{opname}_with_derivative"
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
-    _derivatives[function._backward_cls] = op._opname
+    _derivatives[torch_private.node_class(function)] = opname
 
     def call(*args: Any) -> Any:
         results = function.apply(*args)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from .torch_private import mark_disabled, skip_code
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_eval_frame: Any = torch._C._dynamo.eval_frame
-_AS_IT_IS = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 
 def never_a_frame_of_its_own(fn: _Function) -> _Function:
     """For a hook: code that is traced may call it, but where torch's own code calls it, it runs as it is, and all below
     it. There torch.compile would look at arguments that are not complete yet, as modules are while they are made."""
-    _eval_frame.set_code_exec_strategy(fn.__code__, _AS_IT_IS)
+    skip_code(fn)
     return fn
 
 
@@ -28,8 +26,6 @@ def outside_of_graphs(reason: str) -> Callable[[_Function], _Function]:
     """
 
     def decorate(fn: _Function) -> _Function:
-        # what torch.compiler.disable sets too, by which a call in code that is traced is known
-        fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
-        return never_a_frame_of_its_own(fn)
+        return never_a_frame_of_its_own(mark_disabled(fn, reason))
 
     return decorate

@@ -30,18 +30,6 @@ def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, list(shape))
 
 
-def reshape_in_place(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """fresh_view for the new result of one of this library's kernels, to which nothing else refers.
-
-    Resizes x itself, in a fifth of the host's time. Falls back to fresh_view if x is a view, or under a dispatch mode
-    (selective checkpointing), which may hold x. The result is contiguous: x is copied if the kernel has given it other
-    strides, those of its input (a norm of a transposed x).
-    """
-    if x._is_view() or not x.is_contiguous() or torch._C._len_torch_dispatch_stack():
-        return fresh_view(x.contiguous(), shape)
-    return x.resize_(shape)  # in place; the number of elements is the same, so no data moves
-
-
 def check_divides(size: int, parts: int, *, size_name: str, parts_name: str) -> int:
     """size // parts, or a ValueError that names both where parts does not divide size."""
     if parts < 1:

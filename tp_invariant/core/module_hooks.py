@@ -10,6 +10,8 @@ from types import MethodType
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .torch_private import accumulation_hooks_of, gradient_hooks_of
+
 
 def with_key(handle: RemovableHandle, name: str) -> RemovableHandle:
     """Gives the hook that was registered last, which `handle` removes, a key made of `name`.
@@ -34,7 +36,7 @@ def with_key(handle: RemovableHandle, name: str) -> RemovableHandle:
 def hooks_of(module: nn.Module) -> list[str]:
     """The names of its hooks, of any kind, and of those of its parameters."""
     kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks")]
-    kinds += [hooks for p in module.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    kinds += [hooks for p in module.parameters() for hooks in (gradient_hooks_of(p), accumulation_hooks_of(p))]
     hooks = (hook for kind in kinds if isinstance(kind, dict) for hook in kind.values() if callable(hook))
     return list(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))
 

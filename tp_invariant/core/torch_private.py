@@ -8,11 +8,13 @@ This module imports nothing of this library, so that every wing may import it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, _guards, nn, overrides
+from torch._C._dynamo import eval_frame
+from torch._library import effects, simple_registry
 from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
@@ -80,18 +82,9 @@ TABLE = (
     ),
     PrivateName(
         "dispatch_modes",
-        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-        "whether a mode (selective checkpointing, FakeTensorMode) must see each operator",
-    ),
-    PrivateName(
-        "without_dispatch_modes",
-        "torch.utils._python_dispatch._disable_current_modes",
-        "checks that a mode must neither see nor replace by fake tensors",
-    ),
-    PrivateName(
-        "TorchDispatchMode",
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "documented as an extension point, in a private module",
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode, an extension point in a private module; which modes must see each operator (selective "
+        "checkpointing, FakeTensorMode); and checks that a mode must neither see nor replace by fake tensors",
     ),
     PrivateName(
         "function_modes",
@@ -109,9 +102,60 @@ TABLE = (
         "documented as the place of torch.compile's options, in a private module; by name, as its import is slow",
     ),
     PrivateName(
+        "DYNAMO_CONFIG",
+        "torch._dynamo.config",
+        "as _inductor.config; whether compiled autograd is on, which is refused",
+    ),
+    PrivateName(
+        "mark_constant",
+        "torch.compiler.assume_constant_result._dynamo_marked_constant",
+        "what that function sets; itself it imports the compiler, which `import tp_invariant` must not",
+    ),
+    PrivateName(
+        "mark_disabled",
+        "torch.compiler.disable._torchdynamo_disable",
+        "what that function sets; itself it imports the compiler",
+    ),
+    PrivateName("mark_disabled_reason", "torch.compiler.disable._torchdynamo_disable_msg", "as _torchdynamo_disable"),
+    PrivateName(
+        "eval_frame",
+        "torch._C._dynamo.eval_frame",
+        "code that torch.compile must leave as it is, with all below it, as torch.compiler.disable has it do",
+    ),
+    PrivateName(
+        "TracingContext",
+        "torch._guards.TracingContext",
+        "whether torch traces gradients or runs the graph op by op",
+    ),
+    PrivateName(
+        "register_ordered",
+        "torch._library",
+        "collectives of a compiled graph run in one order on all ranks; torch.library has no public function for it",
+    ),
+    PrivateName(
+        "resolve_process_group",
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "the process group of a name, which a compiled graph holds in its place",
+    ),
+    PrivateName(
         "DisableTorchFunction",
         "torch._C.DisableTorchFunction",
         "layers inside of a mode of this library: torch calls it for every function, which takes 1 us",
+    ),
+    PrivateName(
+        "fsdp_records",
+        "torch.distributed._composable_state._module_state_mapping",
+        "which memory fully_shard frees and fills again, at another address and no other version: no tensor says so",
+    ),
+    PrivateName(
+        "fsdp_records_of_groups",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
+        "fully_shard's record of each parameter; `_fsdp_param_groups` where a torch has several groups",
+    ),
+    PrivateName(
+        "fsdp_whole",
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param",
+        "the tensor that fully_shard has gathered",
     ),
     PrivateName("tree", "torch.utils._pytree", "the tensors in arguments and results of any structure"),
     PrivateName(
@@ -119,6 +163,21 @@ TABLE = (
         "torch._ops.OpOverload._schema",
         "the arguments of an operator, to find the one that a function acts on",
     ),
+    PrivateName(
+        "DispatchKey",
+        "torch._C.DispatchKey",
+        "batch_invariant(): where functions are registered for one thread",
+    ),
+    PrivateName("DispatchKeySet", "torch._C.DispatchKeySet", "which modes and subclasses a call still has to pass"),
+    PrivateName("dispatch_key", "torch._C._dispatch_key_parse", "keys that have no name in Python"),
+    PrivateName("keys_after", "torch._C._dispatch_keyset_full_after", "a call goes on after a registered function"),
+    PrivateName(
+        "included",
+        "torch._C._dispatch_tls_is_dispatch_key_included",
+        "whether batch_invariant() is on for this thread; torch copies it to the threads of a backward",
+    ),
+    PrivateName("include", "torch._C._dispatch_tls_set_dispatch_key_included", "turns it on and off"),
+    PrivateName("exclude", "torch._C._dispatch_tls_set_dispatch_key_excluded", "lets modes and subclasses come first"),
     PrivateName(
         "forward_hooks_of",
         "torch.nn.Module._forward_hooks",
@@ -152,6 +211,29 @@ def StridedShard(dim: int, *, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard  # slow to import
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+# --- fully_shard -----------------------------------------------------------------------------------------------------
+
+
+def fsdp_records() -> Iterator[Any]:
+    """fully_shard's record of each parameter of this process, with `sharded_param`; none before it is used."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for state in {reference() for reference in list(_module_state_mapping.values())}:
+        yield from fsdp_records_of_groups(state)
+
+
+def fsdp_records_of_groups(state: Any) -> list[Any]:
+    """Those of one module; none of what is not fully_shard's."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # in later versions of torch several
+    groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+    return [record for group in groups if group is not None for record in group.fsdp_params]
+
+
+def fsdp_whole(record: Any) -> Any:
+    """This rank's tensor that is gathered over the data-parallel ranks; None before the first forward."""
+    return getattr(record, "_unsharded_param", None)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
@@ -189,6 +271,47 @@ def saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+DYNAMO_CONFIG = "torch._dynamo.config"
+TracingContext = _guards.TracingContext
+
+
+def mark_constant(fn: Any) -> Any:
+    """Has torch.compile call fn while it traces, as torch.compiler.assume_constant_result does."""
+    fn._dynamo_marked_constant = True
+    return fn
+
+
+def mark_disabled(fn: Any, reason: str) -> Any:
+    """Has torch.compile break the graph where fn is called, as torch.compiler.disable does."""
+    fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, reason
+    return fn
+
+
+def skip_code(fn: Any) -> None:
+    """Has torch.compile run the code of fn, and all that it calls, as it is."""
+    frames: Any = eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def register_ordered(name: str) -> None:
+    """Has torch.compile run the operator `name` ("namespace::name") after earlier such ones and before later ones."""
+    simple_registry.singleton.find(name).effect.register(effects.EffectType.ORDERED)
+
+
+def resolve_process_group(name: str) -> Any:
+    """The process group of this name.
+
+    Raises:
+        LookupError: none has it, as after its destruction.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 # --- operators -------------------------------------------------------------------------------------------------------
 
 DisableTorchFunction = torch._C.DisableTorchFunction
@@ -198,6 +321,15 @@ function_modes = overrides._get_current_function_mode_stack
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 without_dispatch_modes = _python_dispatch._disable_current_modes
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+OpOverload: TypeAlias = Any  # the overload of an operator
+DispatchKey: TypeAlias = torch._C.DispatchKey
+DispatchKeySet: TypeAlias = torch._C.DispatchKeySet
+dispatch_key: Any = torch._C._dispatch_key_parse
+keys_after: Any = torch._C._dispatch_keyset_full_after
+included = torch._C._dispatch_tls_is_dispatch_key_included
+include = torch._C._dispatch_tls_set_dispatch_key_included
+exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def schema_of(op: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.compiled import as_custom_op
 from ..core.differentiation import once_differentiable
-from ..core.layout import reshape_in_place
+from ..core.layout import fresh_view
 from ..kernels.rowwise.reference_gated import halves
 from ..kernels.select import select
 from .linear import flatten_tokens
@@ -28,7 +28,7 @@ class Gated(torch.autograd.Function):
         y = select("gated activation", gate.device.type).gated_forward(*map(flatten_tokens, (gate, up)), activation)
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return reshape_in_place(y, gate.shape)
+        return fresh_view(y.contiguous(), gate.shape)
 
     @staticmethod
     @once_differentiable
@@ -37,7 +37,7 @@ class Gated(torch.autograd.Function):
         rows = map(flatten_tokens, (dy, gate, up))
         grads = select("gated activation", gate.device.type).gated_backward(*rows, ctx.activation)
         dgate, dup = (
-            reshape_in_place(grad, gate.shape) if needed else None
+            fresh_view(grad.contiguous(), gate.shape) if needed else None
             for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)
         )
         return dgate, dup, None
@@ -68,7 +68,7 @@ class GatedHalves(torch.autograd.Function):
         y = select("gated activation", x.device.type).gated_forward(gate, up, activation)
         ctx.save_for_backward(x)
         ctx.activation, ctx.interleaved = activation, interleaved
-        return reshape_in_place(y, (*x.shape[:-1], y.shape[-1]))
+        return fresh_view(y.contiguous(), (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -80,7 +80,7 @@ class GatedHalves(torch.autograd.Function):
         select("gated activation", x.device.type).gated_backward(
             flatten_tokens(dy), gate, up, ctx.activation, out=halves(dx, interleaved=ctx.interleaved)
         )
-        return reshape_in_place(dx, x.shape), None, None
+        return fresh_view(dx.contiguous(), x.shape), None, None
 
 
 def _halves_output(x: Tensor, activation: str, interleaved: bool) -> list[Tensor]:

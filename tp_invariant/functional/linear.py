@@ -28,8 +28,8 @@ from ..comm import moves
 from ..comm.collectives import Group, Pending, gather_dim, start_gather_dim
 from ..core.compiled import as_custom_op, group_name, op_config, traced_op
 from ..core.differentiation import once_differentiable
-from ..core.layout import Stride, fresh_view, reshape_in_place
-from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into, uses_bundled
+from ..core.layout import Stride, fresh_view
+from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.tokens import shared_tokens
 from ..gemm.weights import weight_cache
@@ -111,7 +111,7 @@ def _product(call: LinearCall, a: Tensor, b: Tensor, bias: Tensor | None = None)
 
 def _shaped(call: LinearCall, c: Tensor, shape: tuple[int, ...]) -> Tensor:
     """c [T, N] as `shape`, contiguous. A user's gemm_fn may return other strides, or a tensor that it still holds."""
-    return reshape_in_place(c, shape) if uses_bundled(call.gemm_fn) else fresh_view(c.contiguous(), shape)
+    return fresh_view(c.contiguous(), shape)
 
 
 def _weight_gradient(call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
