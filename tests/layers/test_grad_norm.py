@@ -727,77 +727,7 @@ def test_a_dtensor_on_other_ranks():
     run_ranks(on_rank, 8)
 
 
-# --- calls that come again ------------------------------------------------------------------------------------------
-
-
-def repeated():
-    """Parameters that have been clipped twice, so that what is known of them is used, and gradients for them."""
-    gradients = full_gradients()
-    made = parameters_of(gradients, None)
-    for _ in range(2):
-        tpi.clip_grad_norm_(made.values(), 1.0)
-    return made, gradients
-
-
-def test_calls_that_come_again_have_the_bits_of_first_ones():
-    with tpi.set_tp_invariant_mode(True):
-        made, gradients = repeated()
-        fresh = parameters_of(gradients, None)
-        for name, p in made.items():
-            p.grad = None if p.grad is None else gradients[name].clone()
-        total, first = (tpi.clip_grad_norm_(ps.values(), 1.0) for ps in (made, fresh))
-        assert_bitwise_equal(total, first, "the norm")
-        for name, p in fresh.items():
-            if p.grad is not None:
-                assert_bitwise_equal(made[name].grad, p.grad, name)
-
-
-def test_what_changes_between_calls_is_noticed():
-    with tpi.set_tp_invariant_mode(True):
-        made, gradients = repeated()
-        weight, frozen = made["column.weight"], made["frozen"]
-        mark_sharded(weight, 1, 1)
-        weight.grad = wide_randn(96, 40, generator=torch.Generator().manual_seed(1), spread=20)
-        other = torch.nn.Parameter(torch.zeros(96, 40))
-        mark_sharded(other, 1, 1)
-        other.grad = weight.grad.clone()
-        fresh = {**made, "column.weight": other}
-        for name, p in made.items():
-            if p.grad is not None and p is not weight:
-                p.grad = gradients[name].clone()
-        total = tpi.clip_grad_norm_(made.values(), math.inf)
-        assert_bitwise_equal(total, tpi.clip_grad_norm_(fresh.values(), math.inf), "summed along another dim")
-        frozen._gradient_is_in_main_grad = True
-        with pytest.raises(RuntimeError, match="into its main_grad"):
-            tpi.clip_grad_norm_(made.values(), 1.0)
-        del frozen._gradient_is_in_main_grad
-        frozen.grad = torch.full((3,), 1e20)
-        assert tpi.clip_grad_norm_(made.values(), 1.0) > 1e20, "a parameter that had no gradient before"
-        frozen.grad = torch.ones(3).to_sparse()
-        with pytest.raises(TypeError, match="only dense floating point"):
-            tpi.clip_grad_norm_(made.values(), 1.0)
-        frozen.grad = None
-        weight.tp_group = "tp"
-        with pytest.raises(TypeError, match="pass a ProcessGroup"):
-            tpi.clip_grad_norm_(made.values(), 1.0)
-
-
-def test_a_placement_that_changes_between_calls_is_noticed():
-    def on_rank(tp_group):
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        mesh = DeviceMesh.from_group(tp_group, "cpu")
-        with tpi.set_tp_invariant_mode(True):
-            p = torch.nn.Parameter(DTensor.from_local(torch.zeros(96, 40), mesh, [Replicate()], run_check=False))
-            mark_sharded(p, None, 1)
-            p.grad = DTensor.from_local(torch.ones(96, 40), mesh, [Replicate()], run_check=False)
-            for _ in range(2):
-                tpi.clip_grad_norm_(p, 1.0)
-            p.grad = DTensor.from_local(torch.ones(96, 40), mesh, [Partial()], run_check=False)
-            with pytest.raises(ValueError, match="a Partial is a sum"):
-                tpi.clip_grad_norm_(p, 1.0)
-
-    run_ranks(on_rank, 2)
+# --- later calls ---------- ------------------------------------------------------------------------------------------
 
 
 def test_a_gradient_that_differs_in_a_later_call_is_noticed():

@@ -622,17 +622,17 @@ def test_ranks_that_disagree_get_an_error(differs, message, sp):
 
 def test_agreement_costs_one_collective_for_each_kind_of_call():
     def case(tp_group):
-        from tp_invariant.consistency import agreement
+        from tp_invariant.consistency import compare
 
         gathers = []
-        original = agreement.gather_major
-        agreement.gather_major = lambda *args: gathers.append(1) or original(*args)
+        original = compare.gather_major
+        compare.gather_major = lambda *args: gathers.append(1) or original(*args)
         try:
             layer = tpi.Linear(8, 16, parallel_mode="column", tp_group=tp_group)
             for tokens in (3, 3, 5, 3, 5):
                 layer(torch.randn(tokens, 8))
         finally:
-            agreement.gather_major = original
+            compare.gather_major = original
         return len(gathers)
 
     assert run_ranks(case, 2) == [2, 2] and run_ranks(case, 1) == [0]

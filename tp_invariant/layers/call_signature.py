@@ -1,11 +1,14 @@
-"""The signature of a layer's call: the key under which a layer stores checked calls, and what ranks compare."""
+"""The signature of a layer's call, under which the layer stores it, and the checks of a signature's first call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..consistency.agreement import check_agreement, share_error
 
 
 class CallSignature(NamedTuple):
@@ -28,13 +31,6 @@ class CallSignature(NamedTuple):
     grad: bool
 
 
-def signature_of(invariant: bool, layer: tuple, options: tuple, x: Tensor, weight: Tensor) -> CallSignature:
-    return CallSignature(
-        invariant, layer, options, x.shape, x.dtype, x.device, x.requires_grad,
-        weight.shape, weight.dtype, weight.requires_grad, torch.is_grad_enabled(),
-    )  # fmt: skip
-
-
 def facts_to_compare(call: CallSignature, name: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """What must be equal on every rank, because it decides which collectives run and on which data.
 
@@ -49,3 +45,38 @@ def facts_to_compare(call: CallSignature, name: str, options: tuple[str, ...] = 
         "whether x needs a gradient": call.grad and call.x_requires_grad,
         "whether the weight needs one": call.grad and call.weight_requires_grad,
     }
+
+
+def check_first_use(
+    layer: Any,
+    x: Tensor,
+    check: Callable[[], bool],
+    signature: Callable[[bool], CallSignature],
+    options: tuple[str, ...],
+    sharded_weight: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> bool:
+    """Checks a layer's call on this rank, then over its ranks if they move bytes. Later calls do not come here.
+
+    Args:
+        check: the checks of this rank; says whether the mode is on. All ranks get to know of an error.
+        signature: that of the call, given whether the mode is on.
+        options: the names of its options, for error messages.
+        sharded_weight, weight: as for check_agreement.
+
+    Returns:
+        Whether the mode is on.
+    """
+    try:
+        invariant = check()
+    except (TypeError, ValueError) as error:
+        if layer._moves_bytes:
+            share_error(error, layer.group, x.device, layer._agreed)
+        raise
+    if layer._moves_bytes:
+        facts = facts_to_compare(signature(invariant), layer._name, options)
+        check_agreement(
+            facts, layer.group, x.device, layer._agreed, sharded_weight, layer.shards_may_be_equal, weight,
+            whole=layer._whole_parameters(),
+        )  # fmt: skip
+    return invariant

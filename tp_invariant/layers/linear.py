@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import AgreedCalls, check_agreement, share_error
+from ..consistency.agreement import AgreedCalls
 from ..consistency.shards import note_source
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
@@ -31,7 +31,7 @@ from ..gemm.cost_model import costs_of
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, check_norm_dtype, gemm_fn_name
 from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.weights import weight_cache
-from .call_signature import CallSignature, facts_to_compare, signature_of
+from .call_signature import CallSignature, check_first_use
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 
 _COMPUTED: Any = object()  # in place of a parameter that a parametrization has replaced
@@ -396,49 +396,53 @@ class Linear(ShardedModule, nn.Linear):
     def _resolve_call(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride
     ) -> tuple[LinearCall, bool, NormCall | None]:
-        """How this call goes, and whether the mode is on: checked here and over the ranks, once for a kind of call."""
+        """How this call goes, whether the mode is on, and the norm before: from the first call of its signature."""
         mode, signature = mode_if_cacheable(), None
         # without a bundled kernel for x it is up to a default gemm_fn, which may be another by then
         if mode is not None and (not mode or x.dtype in BUNDLED_DTYPES):
             signature = self._signature(mode, x, weight, bias, stride)
-        found = self._agreed.lookup(signature)
-        if found is not None and found[0].group is self.group and found[0].gemm_fn is self.gemm_fn:
-            if found[0].main_grad is None or self._has_main_grad(found[0].main_grad):
-                return found
+        known = self._agreed.lookup(signature)
+        if known is not None and known[0].group is self.group and known[0].gemm_fn is self.gemm_fn:
+            if known[0].main_grad is None or self._has_main_grad(known[0].main_grad):
+                return known
             self._agreed.resolved.clear()  # each holds the weight that it adds for
-        invariant = self._check_call(x, weight.dtype)
-        sharded = self.sequence_parallel and self.group.size > 1
+        return self._agreed.store(signature, self._first_call(x, weight, bias, stride))
+
+    def _first_call(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride
+    ) -> tuple[LinearCall, bool, NormCall | None]:
+        """`_resolve_call` of a signature's first call, after the checks on this rank and across ranks."""
+        # a parametrized weight is not computed once more: that may draw random numbers or count calls
+        own = self._parameters.get("weight")
+        invariant = check_first_use(
+            self, x, lambda: self._check_call(x, weight.dtype),
+            lambda invariant: self._signature(invariant, x, weight, bias, stride), self._OPTIONS,
+            sharded_weight=None if self.parallel_mode is None else own, weight=own,
+        )  # fmt: skip
+        if invariant:
+            check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
+        else:
+            stock.log_once(self.group)
         assert self._gemm_fn_name  # guards it: torch.compile takes functions of the same code for the same one
         call = LinearCall(
             self.group,
-            sharded,
+            self.sequence_parallel and self.group.size > 1,
             self.sequence_dim,
             stride,
             self.owner_map,
             self.gemm_fn,
             main_grad=self._main_grad() if self.fuse_wgrad_accumulation else None,
         )
-        if self._moves_bytes:
-            told = self._signature(invariant, x, weight, bias, stride) if signature is None else signature
-            facts = facts_to_compare(told, self._name, self._OPTIONS)
-            # a parametrized weight is not computed once more: that may draw random numbers or count calls
-            own = self._parameters.get("weight")
-            part = None if self.parallel_mode is None else own
-            check_agreement(
-                facts, self.group, x.device, self._agreed, part, self.shards_may_be_equal, own,
-                whole=self._whole_parameters(),
-            )  # fmt: skip
-        if invariant:
-            check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
-        else:
-            stock.log_once(self.group)
-        return self._agreed.store(signature, (call, invariant, self._norm_call()))
+        return call, invariant, self._norm_call()
 
     def _signature(
         self, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride
     ) -> CallSignature:
         layer = self.in_features, self.out_features, self.parallel_mode, self.input_is_parallel
-        return signature_of(invariant, layer, self._options(x, bias, stride), x, weight)
+        return CallSignature(
+            invariant, layer, self._options(x, bias, stride), x.shape, x.dtype, x.device, x.requires_grad,
+            weight.shape, weight.dtype, weight.requires_grad, torch.is_grad_enabled(),
+        )  # fmt: skip
 
     def _options(self, x: Tensor, bias: Tensor | None, stride: Stride) -> tuple[Any, ...]:
         options = (
@@ -478,21 +482,16 @@ class Linear(ShardedModule, nn.Linear):
             return False
 
     def _check_call(self, x: Tensor, weight_dtype: torch.dtype) -> bool:
-        """Whether the mode is on; what this rank finds wrong with the call, all ranks get to know."""
-        try:
-            self._check_input(x, weight_dtype)
-            invariant = is_tp_invariant_mode_enabled()
-            if invariant and self._norm_call() is not None:
-                check_norm_dtype(x, f"x on rank {self.group.rank}")
-            if invariant and self._moves_bytes and not self.masks_are_whole:
-                self._check_masks(x)
-            if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
-                self._main_grad().buffer()
-            return invariant
-        except (TypeError, ValueError) as error:
-            if self._moves_bytes:
-                share_error(error, self.group, x.device, self._agreed)
-            raise
+        """Whether the mode is on, after the checks of this rank."""
+        self._check_input(x, weight_dtype)
+        invariant = is_tp_invariant_mode_enabled()
+        if invariant and self._norm_call() is not None:
+            check_norm_dtype(x, f"x on rank {self.group.rank}")
+        if invariant and self._moves_bytes and not self.masks_are_whole:
+            self._check_masks(x)
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
+            self._main_grad().buffer()
+        return invariant
 
     def _check_masks(self, x: Tensor) -> None:
         """Raises: ValueError: x is this rank's part of the activations, and dropout has acted on it."""

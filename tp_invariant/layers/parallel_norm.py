@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import AgreedCalls, check_agreement, share_error
+from ..consistency.agreement import AgreedCalls
 from ..core.compiled import specialize
 from ..core.dtensors import as_local, refuse_dtensor
 from ..core.elementwise import inside_a_layer
@@ -23,7 +23,7 @@ from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import Normalization
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_add_norm, invariant_norm, stock_norm
 from ..gemm.gemm_fn import check_norm_dtype
-from .call_signature import CallSignature, facts_to_compare, signature_of
+from .call_signature import CallSignature, check_first_use
 from .parameters import ShardedModule, ShardSpec
 
 
@@ -195,29 +195,18 @@ class ParallelNorm(ShardedModule):
 
         The result is stored by call signature, so the checks run once for each signature.
         """
-        group = self.group
         mode = mode_if_cacheable()
         signature = None if mode is None else self._signature(mode, x, weight, bias)
-        found = self._agreed.lookup(signature)
-        if found is not None and found[0].group is group:
-            return found
-        try:
-            self._check_input(x)
-            invariant = is_tp_invariant_mode_enabled()
-            if invariant:
-                check_norm_dtype(x, f"x on rank {group.rank}")
-        except (TypeError, ValueError) as error:
-            if self._moves_bytes:
-                share_error(error, group, x.device, self._agreed)
-            raise
-        if self._moves_bytes:
-            compared = self._signature(invariant, x, weight, bias) if signature is None else signature
-            facts = facts_to_compare(compared, self._name, ("whether the bias needs a gradient",))
-            own, whole = self._parameters.get("weight"), self._whole_parameters()
-            check_agreement(facts, group, x.device, self._agreed, weight=own, whole=whole)
+        known = self._agreed.lookup(signature)
+        if known is not None and known[0].group is self.group:
+            return known
+        invariant = check_first_use(
+            self, x, lambda: self._check_call(x), lambda invariant: self._signature(invariant, x, weight, bias),
+            ("whether the bias needs a gradient",), weight=self._parameters.get("weight"),
+        )  # fmt: skip
         call = NormCall(
-            group,
-            TokenSharding(group.size if self.sequence_parallel else 1, self.sequence_dim),
+            self.group,
+            TokenSharding(self.group.size if self.sequence_parallel else 1, self.sequence_dim),
             torch.finfo(x.dtype).eps if self.eps is None else self.eps,
             self.normalization == "RMSNorm",
             self.zero_centered_gamma,
@@ -225,12 +214,23 @@ class ParallelNorm(ShardedModule):
         )
         return self._agreed.store(signature, (call, invariant))
 
+    def _check_call(self, x: Tensor) -> bool:
+        """Whether the mode is on, after the checks of this rank."""
+        self._check_input(x)
+        invariant = is_tp_invariant_mode_enabled()
+        if invariant:
+            check_norm_dtype(x, f"x on rank {self.group.rank}")
+        return invariant
+
     def _signature(self, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> CallSignature:
         layer = (
             self.features, self.eps, self.normalization, self.zero_centered_gamma,
             self.sequence_parallel, self.sequence_dim, self.heads, self.heads_dim,
         )  # fmt: skip
-        return signature_of(invariant, layer, (bias is not None and bias.requires_grad,), x, weight)
+        return CallSignature(
+            invariant, layer, (bias is not None and bias.requires_grad,), x.shape, x.dtype, x.device, x.requires_grad,
+            weight.shape, weight.dtype, weight.requires_grad, torch.is_grad_enabled(),
+        )  # fmt: skip
 
     def _check_input(self, x: Tensor) -> None:
         where = f"x has shape {tuple(x.shape)} on rank {self.group.rank}"
