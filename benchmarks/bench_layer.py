@@ -44,7 +44,7 @@ from bench_layer_contenders import (
 )
 from torch import Tensor
 
-from tp_invariant.comm import peer_copies
+from tp_invariant.comm import peer_memory
 from tp_invariant.comm.collectives import Group, resolve_group
 
 
@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sp", type=int, nargs="+", choices=(0, 1), default=[1, 0], help="sequence parallelism")
     parser.add_argument("--layers", type=int, default=4, help="of the same part in a row")
-    parser.add_argument("--transport", choices=peer_copies.TRANSPORTS, default="auto", help="of tp_invariant")
+    parser.add_argument("--transport", choices=peer_memory.TRANSPORTS, default="auto", help="of tp_invariant")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inner", type=int, default=2, help="calls in a row for one time")
     parser.add_argument("--graph", action="store_true", help="training captured in CUDA graphs, too")
@@ -227,7 +227,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     options = parse()
-    os.environ[peer_copies.TRANSPORT_VARIABLE] = options.transport
+    os.environ[peer_memory.TRANSPORT_VARIABLE] = options.transport
     local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":

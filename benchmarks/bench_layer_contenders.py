@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
-from tp_invariant.comm import peer_copies
+from tp_invariant.comm import peer_memory
 from tp_invariant.comm.collectives import Group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional.attention_choice import safe_attention
@@ -172,14 +172,14 @@ class Stack(nn.Module):
 def as_contender(contender: str, keep: int = 0) -> Iterator[None]:
     """The library's settings for one; `keep` gathered weights stay, as for decoding."""
     before = weight_cache.keep, weight_cache.ahead, weight_cache.ahead_in_graphs, shared_tokens.enabled
-    transport = peer_copies.transport()
+    transport = peer_memory.transport()
     weight_cache.keep = keep if contender == "tp_invariant" else 0
     weight_cache.ahead = weight_cache.ahead_in_graphs = shared_tokens.enabled = contender == "tp_invariant"
     try:
         with tpi.set_tp_invariant_mode(contender != "stock"):
             if contender != "tp_invariant":
-                os.environ[peer_copies.TRANSPORT_VARIABLE] = "nccl"
+                os.environ[peer_memory.TRANSPORT_VARIABLE] = "nccl"
             yield
     finally:
-        os.environ[peer_copies.TRANSPORT_VARIABLE] = transport
+        os.environ[peer_memory.TRANSPORT_VARIABLE] = transport
         weight_cache.keep, weight_cache.ahead, weight_cache.ahead_in_graphs, shared_tokens.enabled = before

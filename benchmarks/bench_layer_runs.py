@@ -15,7 +15,7 @@ from bench_layer_contenders import Stack, as_contender, part_of_rank
 from torch import Tensor
 
 from tp_invariant import graphs
-from tp_invariant.comm import peer_copies, peer_kernels, wire
+from tp_invariant.comm import peer_copies, peer_kernels, peer_memory, wire
 from tp_invariant.comm.collectives import Group
 from tp_invariant.gemm.weights import weight_cache
 
@@ -106,9 +106,9 @@ def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
         total += out.nbytes * (sum(sizes) - sizes[group.rank]) // max(sum(sizes), 1)
         return exchange(out, x, received, sent, group, **options)
 
-    def counted_copy(copies: Any, source: Any, sent: Any, early: bool) -> Any:
+    def counted_copy(copies: Any, source: Any, sent: Any, early: bool, may_allocate: bool) -> Any:
         nonlocal copied
-        lease = copy(copies, source, sent, early)
+        lease = copy(copies, source, sent, early, may_allocate)
         if lease is not None:
             copied += (copies.machine.size - 1) * sent[copies.machine.rank][1]
         return lease
@@ -149,14 +149,14 @@ def cost(name: str, call: Call, keep: int, device: torch.device) -> tuple[float,
 
 def lent_buffers(group: Group, device: torch.device) -> str:
     """What this rank's copies have taken so far, outside torch's allocator, in words; "" where there are none."""
-    if peer_copies.transport() == "nccl" or group.size == 1 or device.type != "cuda":
+    if peer_memory.transport() == "nccl" or group.size == 1 or device.type != "cuda":
         return ""
     copies = peer_copies.copies_of(group, device)
     if isinstance(copies, str):
         return ""
     graphs = 0 if copies.captured is None else copies.captured.allocated
     return (
-        f"TP={group.size}: the buffers that copies land in took {copies.allocated / 1e6:.0f} MB a rank in the end, "
+        f"TP={group.size}: buffers that copies land in took {copies.eager.allocated / 1e6:.0f} MB a rank in the end, "
         f"those for CUDA graphs {graphs / 1e6:.0f} MB: for all parts and sizes above, for any number of layers.\n"
     )
 

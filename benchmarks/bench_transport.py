@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant.comm import peer_copies, peer_kernels
+from tp_invariant.comm import peer_copies, peer_kernels, peer_memory
 from tp_invariant.comm.collectives import Group, Pending, resolve_group, start_exchange_rows, start_gather_major
 from tp_invariant.core.layout import split_sizes
 
@@ -51,7 +51,7 @@ Start = Callable[[Tensor], Pending]
 def starts(what: str, transport: str, early: bool, group: Group) -> Start:
     """The call that starts a transfer of x [rows, columns], with the variable set for it. `early`: as for weights."""
     # copy_engine: of any size, or an error
-    os.environ[peer_copies.TRANSPORT_VARIABLE] = "auto" if transport == "kernel" else transport
+    os.environ[peer_memory.TRANSPORT_VARIABLE] = "auto" if transport == "kernel" else transport
 
     def start(x: Tensor) -> Pending:
         sizes = split_sizes(x.shape[0], group.size)

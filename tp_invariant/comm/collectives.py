@@ -234,16 +234,15 @@ def duplicate_group(group: Group, backend: str, purpose: str, options: Any = Non
 set_group_type(Group, resolve_group)
 
 
-# what torch.cuda.is_current_stream_capturing calls; a torch without CUDA has another thing in its place
-stream_is_captured: Callable[[], bool] = lambda: False  # noqa: E731
-if torch.backends.cuda.is_built():
-    stream_is_captured = torch._C._cuda_isCurrentStreamCapturing
-
-
 def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph. Where CUDA is known to be in use,
-    `stream_is_captured` says the same."""
-    return torch.cuda.is_initialized() and stream_is_captured()
+    """Whether the current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_captured(stream: torch.cuda.Stream) -> bool:
+    """Whether this CUDA stream is."""
+    with torch.cuda.stream(stream):
+        return is_capturing()
 
 
 class Pending:

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group, Pending, is_capturing, stored, whole_shape
-from .peer_copies import copies_of, transport
-from .peer_memory import CudaMachine, Shared, driver, looks_of
-from .wire import gather_objects
+from . import peer_memory
+from .collectives import Group, Pending, is_captured, is_capturing, stored, whole_shape
+from .peer_memory import PeerMemory, Shared, memory_of, transport
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +39,21 @@ class Channel:
 
     def __init__(self, kernel: Callable, shared: Shared, device: torch.device, blocks: int, **options: int) -> None:
         """kernel: one of kernels/peer_moves.py, with `options`. blocks: of it, which count their uses by themselves."""
-        shared.own.zero_()
         self._shared = shared
         table = torch.tensor(shared.addresses, dtype=torch.int64, device=device)
         states = torch.zeros(blocks, dtype=torch.int32, device=device)
         self.kernel = partial(kernel, table=table, states=states, **options)
         self.moves = 0
-        self._last: tuple[Any, int | None] | None = None
+        self._last: Any = None  # the stream of the last move
 
-    def next(self, stream: Any, capture: int | None) -> int:
-        """The number of the move that `stream` is about to get; it runs after the one before."""
-        if self._last is not None:
-            last, within = self._last
-            if within == capture and last != stream:
-                stream.wait_stream(last)
-        self._last = stream, capture
+    def next(self, stream: Any) -> int:
+        """The number of the move that `stream` is about to get; it runs after the one before.
+
+        A stream that is captured waits for none of a capture that is over.
+        """
+        last, self._last = self._last, stream
+        if last is not None and last != stream and is_captured(last) == is_captured(stream):
+            stream.wait_stream(last)
         self.moves += 1
         return self.moves
 
@@ -62,10 +61,10 @@ class Channel:
 class PeerKernels:
     """What a group has on a device: channels for small moves and for large ones, by whether they are captured."""
 
-    def __init__(self, machine: CudaMachine, small: dict[bool, Channel], large: dict[bool, Channel]) -> None:
+    def __init__(self, size: int, small: dict[bool, Channel], large: dict[bool, Channel]) -> None:
         from ..kernels.peer_moves import TAGS
 
-        self.size, self._machine, self._tags, self.small, self.large = machine.size, machine, TAGS, small, large
+        self.size, self._tags, self.small, self.large = size, TAGS, small, large
 
     @property
     def moves(self) -> int:
@@ -76,41 +75,41 @@ class PeerKernels:
         small = blocks == 1 and self.size * x.nbytes <= SMALL_BYTES
         alignment = 4 if small else 16
         x = x if x.data_ptr() % alignment == 0 else x.clone()
-        stream, captured = self._machine.current(), is_capturing()
+        stream, captured = torch.cuda.current_stream(x.device), is_capturing()
         out = x.new_empty(tuple(shape))  # first: where no memory is left, this was no move
         channel = (self.small if small else self.large)[captured]
-        tag = channel.next(stream, driver().capture(stream.cuda_stream) if captured else None) % self._tags
+        tag = channel.next(stream) % self._tags
         if small:
             channel.kernel(x, out, row if side_by_side else x.nbytes, tag)
         else:
             channel.kernel(x, out, blocks, row, side_by_side, tag)
-        return OnStream(out, self._machine, stream)
+        return OnStream(out, stream)
 
 
 class OnStream(Pending):
     """What a kernel on `stream` makes."""
 
-    def __init__(self, result: Tensor, machine: CudaMachine, stream: Any) -> None:
+    def __init__(self, result: Tensor, stream: Any) -> None:
         super().__init__(result, None)
-        self._machine, self._stream = machine, stream
+        self._stream = stream
 
     def wait(self) -> Tensor:
-        stream = self._machine.current()
+        stream = torch.cuda.current_stream(self._result.device)
         if stream != self._stream:
             stream.wait_stream(self._stream)
             self._result.record_stream(stream)
         return super().wait()
 
 
-def _connect(group: Group, machine: CudaMachine, device: torch.device) -> PeerKernels | None:
+def _connect(group: Group, memory: PeerMemory, device: torch.device) -> PeerKernels | None:
     """Collective."""
     from ..kernels import peer_moves
 
     capacity, slot = SMALL_BYTES // group.size // 4, peer_moves.slot_of(MOST_BYTES, group.size)
-    options = dict(rank=machine.rank, limit=looks_of(group))
+    options = dict(rank=memory.rank, limit=peer_memory.MOST_LOOKS)
     small_bytes = peer_moves.gather_buffer_bytes(capacity, group.size)
     large_bytes = peer_moves.read_buffer_bytes(slot, group.size)
-    shared = [machine.share(nbytes) for nbytes in (small_bytes, small_bytes, large_bytes, large_bytes)]
+    shared = [memory.share(nbytes) for nbytes in (small_bytes, small_bytes, large_bytes, large_bytes)]
     if any(one is None for one in shared):
         needed = 2 * (small_bytes + large_bytes) / 2**20
         logger.info("NCCL moves what kernels could: a rank has no %.0f MiB left for their buffers", needed)
@@ -123,8 +122,7 @@ def _connect(group: Group, machine: CudaMachine, device: torch.device) -> PeerKe
         )
     )
     torch.cuda.current_stream(device).synchronize()
-    gather_objects(None, group)  # nobody writes before all buffers are zero
-    return PeerKernels(machine, small, large)
+    return PeerKernels(group.size, small, large)
 
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, PeerKernels | None]]
@@ -139,8 +137,8 @@ def kernels_of(group: Group, device: torch.device) -> PeerKernels | None:
     if device not in of_group:
         if is_capturing():
             return None
-        copies = copies_of(group, device)
-        of_group[device] = None if isinstance(copies, str) else _connect(group, copies.machine, device)  # type: ignore[arg-type]
+        memory = memory_of(group, device)
+        of_group[device] = None if isinstance(memory, str) else _connect(group, memory, device)
     return of_group[device]
 
 
