@@ -165,8 +165,8 @@ def ranks_are_not_compared():
 
     with (
         _in_place_of("check_agreement", lambda old: nothing),
-        _replaced(vars(grad_norm), "compare", nothing),
-        _replaced(vars(step_checks), "compare", nothing),
+        _replaced(vars(grad_norm), "compare_gradients", nothing),
+        _replaced(vars(step_checks), "compare_gradients", nothing),
     ):
         yield
 
