@@ -58,7 +58,6 @@ def collect(layers: Sequence[tuple[int, int]] = (), *, tokens: int = 8192) -> di
     facts = {
         "versions": _versions(),
         "devices": _devices(),
-        "pairs": _pairs(),
         "gate": _gate(),
         "settings": [dataclasses.asdict(row) for row in determinism.report()],
         "gemm": _gemm_kernel(),
@@ -107,13 +106,6 @@ def _devices() -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _pairs() -> list[dict[str, Any]]:
-    return [
-        {"pair": f"cuda:{i} - cuda:{j}", "peer access": torch.cuda.can_device_access_peer(i, j)}
-        for i, j in itertools.combinations(range(gpu_count()), 2)
-    ]
 
 
 def _gate() -> dict[str, Any]:
@@ -197,43 +189,23 @@ def claims(facts: dict[str, Any]) -> list[Claim]:
                 found.append(Claim(name, UNCHECKED, "torch sees no GPU", "run this on a machine with one"))
     found += _of_gpus(facts) if gpus else []
     device = "cuda" if gpus > 1 else "cpu"
-    found.append(
-        Claim(
-            "outputs, gradients and training steps are the same bytes at every TP degree",
-            UNCHECKED,
-            "takes minutes",
-            f"tp-invariant verify --device {device}",
-        )
-    )
-    for package, what in (
-        ("safetensors", "checkpoints can be written"),
-        ("transformers", "models can be parallelized"),
-    ):
-        if versions[package] is None:
-            found.append(Claim(what, UNCHECKED, f"{package} is not installed", f"if needed: pip install {package}"))
-        else:
-            found.append(Claim(what, HOLDS, f"{package} {versions[package]}"))
-    return found
+    degrees = "outputs, gradients and training steps are the same bytes at every TP degree"
+    return [*found, Claim(degrees, UNCHECKED, "takes minutes", f"tp-invariant verify --device {device}")]
 
 
 def _of_gpus(facts: dict[str, Any]) -> list[Claim]:
     name, hopper = torch.cuda.get_device_name(), torch.cuda.get_device_capability() == (9, 0)
     model = "GPU: 16-bit GEMMs have the bits of the tensor core's model"
     speed = "GPU: the GEMM's tiles were measured on this chip, near cuBLAS's speed"
-    found = [
+    tiles, kernel = facts["gemm"]["tiles measured here"], facts["gemm"]["kernel"]
+    return [
         _tried(model, _tensor_core, _BROKEN)
         if hopper
         else Claim(model, UNCHECKED, f"{name} is not Hopper, as the model is", "same contract, other bits"),
-        Claim(speed, HOLDS, f"{facts['gemm']['kernel']}, its table measured on this kind of chip")
-        if facts["gemm"]["tiles measured here"]
-        else Claim(speed, UNCHECKED, f"{facts['gemm']['kernel']}: same contract", "python benchmarks/bench_gemm.py"),
+        Claim(speed, HOLDS, f"{kernel}, its table measured on this kind of chip")
+        if tiles
+        else Claim(speed, UNCHECKED, f"{kernel}: same contract", "python benchmarks/bench_gemm.py"),
     ]
-    if facts["pairs"]:
-        apart = [pair["pair"] for pair in facts["pairs"] if not pair["peer access"]]
-        text = f"no peer access: {', '.join(apart)}" if apart else f"{len(facts['pairs'])} pairs"
-        slow = "bits are the same; moving them is slow here" if apart else ""
-        found.append(Claim("GPUs reach each other directly", FAILS if apart else HOLDS, text, slow))
-    return found
 
 
 def _tried(claim: str, check: Callable[[], str], next_step: str) -> Claim:
