@@ -46,17 +46,10 @@ class Block(nn.Module):
         return tpi.attention(q, k, v, sinks=self.sinks)
 
 
-class Gain(Block):
-    """What a rank's part of the parameter is multiplied by has a gradient that torch adds up."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().attend(q * self.sinks.view(-1, 1, 1), k, v)
-
-
 class Model(nn.Module):
-    def __init__(self, kind: type[Block]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -64,9 +57,9 @@ class Model(nn.Module):
         return x
 
 
-def build(dtype: torch.dtype = torch.float32, kind: type[Block] = Block) -> Model:
+def build(dtype: torch.dtype = torch.float32) -> Model:
     torch.manual_seed(0)
-    model = Model(kind)
+    model = Model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
@@ -182,40 +175,31 @@ def test_a_module_with_a_group_of_its_own_is_refused():
         tpi.parallelize(model, None, plan())
 
 
-def gains(tp_group, mode):
-    """Other uses than as sinks: their bits would depend on the degree."""
-    model = tpi.parallelize(build(kind=Gain), tp_group, plan())
-    with tpi.set_tp_invariant_mode(mode):
-        model(batch()).sum().backward()
+class Gain(nn.Module):
+    """What a rank's part of the parameter is multiplied by has a gradient that torch adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gain = nn.Linear(SIZE, 34), nn.Linear(34, SIZE), nn.Parameter(torch.ones(34))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.gain)
 
 
-def test_what_torch_would_add_up_is_refused():
+def test_verify_finds_what_torch_adds_up():
+    """Other uses than as sinks: the bits of the gradient depend on the degree."""
+
     def on_rank(tp_group):
-        with pytest.raises(ValueError, match=r"\n  blocks\.0\.sinks: used by MulBackward0\n") as caught:
-            gains(tp_group, True)
-        gains(tp_group, False)
-        return str(caught.value)
-
-    for text in run_ranks(on_rank, 2):
-        assert "blocks.1.sinks: used by MulBackward0" in text and "tpi.attention as sinks, and to nothing else" in text
-
-
-def refused_later(tp_group):
-    """Forwards with the mode off do not show that torch would add up a gradient, the first one with it on does."""
-    model = tpi.parallelize(build(kind=Gain), tp_group, plan())
-    with tpi.set_tp_invariant_mode(False):
-        model(batch()).sum().backward()
-    twin = copy.deepcopy(model)
-    for one in (model, twin):
+        torch.manual_seed(0)
+        styles = {"up": "colwise", "gain": "colwise", "": "local_params", "down": "rowwise"}
+        x = testing.wide_randn(2, 37, SIZE, generator=torch.Generator().manual_seed(0))
         with (
             tpi.set_tp_invariant_mode(True),
-            pytest.raises(ValueError, match=r"\n  blocks\.0\.sinks: used by MulBackward0\n"),
+            pytest.raises(ValueError, match=r"but the gradient of gain has other bytes"),
         ):
-            one(batch())
+            tpi.parallelize(Gain(), tp_group, styles, verify=True, example_inputs=x)
 
-
-def test_what_a_forward_with_the_mode_off_does_not_show_is_refused_later():
-    run_ranks(refused_later, 2)
+    run_ranks(on_rank, 2)
 
 
 class Mixing(nn.Module):

@@ -26,12 +26,10 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..core.bits import leaves
-from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.torch_private import function_of
 from ..functional import experts, linear, norm, regions, stock
 from ..functional.cross_entropy import _CrossEntropy
 from ..functional.rotary_embedding import Rotation
-from ..layers.local_parameters import PartsOfForeignModule
 from ..layers.parameters import named_shard_specs
 from ..layers.vocab_embedding import _VocabEmbedding
 
@@ -221,45 +219,6 @@ def _line(owners: tuple[str, ...], node: str) -> str:
     return f"{what}: the same on every rank, and meets this rank's part of the activations in {node}"
 
 
-# Nodes whose gradient has each element of the incoming one, as it is or rounded.
-_SAME_ELEMENTS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "TBackward0",
-    "TransposeBackward0", "PermuteBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "ToCopyBackward0",
-    "CloneBackward0", "_LocalBackward"}  # fmt: skip
-
-
-def sums_by_torch(outputs: Iterable[Tensor], names: Mapping[int, str]) -> list[str]:
-    """The parameters whose gradient an operator of torch computes in the graph of `outputs`, one line each.
-
-    Such an operator adds over tokens in an order that follows from how many features or heads a rank has.
-
-    Args:
-        names: by the id of a parameter, its name.
-    """
-    carried: dict[Any, str] = {}  # nodes whose output is a parameter's elements, as they are or rounded
-    found: dict[str, str] = {}
-    seen: set[Any] = set()
-    stack: list[tuple[Any, bool]] = [(output.grad_fn, False) for output in outputs if output.grad_fn is not None]
-    while stack:
-        node, ready = stack.pop()
-        if not ready:
-            if node not in seen:
-                seen.add(node)
-                stack.append((node, True))
-                stack += [(other, False) for other in _inputs(node)]
-            continue
-        parameter = _parameter_of(node)
-        if parameter is not None and id(parameter) in names:
-            carried[node] = names[id(parameter)]
-            continue
-        place = getattr(_function_of(node), "__module__", "")
-        for name in {carried[other] for other in _inputs(node) if other in carried}:
-            if node.name() in _SAME_ELEMENTS:
-                carried[node] = name
-            elif not place.startswith("tp_invariant.") and _by_rule(node, []) != UNKNOWN:
-                found.setdefault(name, node.name())
-    return [f"{name}: used by {node}" for name, node in found.items()]
-
-
 HOW_TO_FIX = (
     "Their gradients would be parts of sums over ranks that nothing adds up. A norm of each head has the style "
     "'replicated_with_grad_allreduce' (give Part its heads and heads_dim). Anything else belongs outside the sharded "
@@ -277,7 +236,6 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
 
     Raises:
         IncompleteGradient: names each whole parameter, or whole activation, that meets a part.
-        ValueError: with the mode on: names each parameter whose gradient torch would add up (`sums_by_torch`).
     """
     tensors = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     if not tensors:
@@ -292,32 +250,13 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
     if problems := incomplete_gradients(tensors, sharded, names, given):
         lines = "\n".join(f"  {line}" for line in problems)
         raise IncompleteGradient(f"{type(model).__name__} would get wrong gradients:\n{lines}\n{HOW_TO_FIX}")
-    if is_tp_invariant_mode_enabled() and (problems := sums_by_torch(tensors, _names_of_parts(model))):
-        lines = "\n".join(f"  {line}" for line in problems)
-        raise ValueError(
-            f"{type(model).__name__} has parameters of which a rank has a part, and their gradients would be sums of "
-            f"torch's, whose bits depend on the degree:\n{lines}\nA parameter that the plan names itself may be handed "
-            "to tpi.attention as sinks, and to nothing else"
-        )
     return True
-
-
-def _names_of_parts(model: nn.Module) -> dict[int, str]:
-    """The parameters that layers/local_parameters.py has sharded, by their ids."""
-    return {
-        id(parameter): f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if isinstance(module, PartsOfForeignModule)
-        for name, parameter in module.named_parameters(recurse=False)
-        if name in module.SHARDED_PARAMETERS
-    }
 
 
 class FirstForward:
     """A forward hook of a whole model that checks the first forward with an autograd graph, and then removes itself.
 
-    A first forward with the mode off leaves the sums of torch's to the first one with the mode on. All ranks have the
-    same graph and so get the same error, without communication.
+    All ranks have the same graph and so get the same error, without communication.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -327,6 +266,5 @@ class FirstForward:
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        checked = check_gradient_flow(model, output, (args, kwargs))
-        if checked and (is_tp_invariant_mode_enabled() or not _names_of_parts(model)):
+        if check_gradient_flow(model, output, (args, kwargs)):
             self.handle.remove()

@@ -100,7 +100,7 @@ def _floats(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _kept(x: Tensor) -> Tensor:
+def _copied_in_float64(x: Tensor) -> Tensor:
     """A copy, because x may be changed in place later."""
     return x.detach().to(torch.float64, copy=True)
 
@@ -137,7 +137,7 @@ def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | Non
     run = Run()
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        run.seen.setdefault(name, []).extend(map(_kept, _floats(output)))
+        run.seen.setdefault(name, []).extend(map(_copied_in_float64, _floats(output)))
 
     model.zero_grad(set_to_none=True)
     with ExitStack() as hooks:
@@ -145,7 +145,7 @@ def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | Non
             if name:
                 hooks.enter_context(module.register_forward_hook(functools.partial(note, name)))
         outputs, inputs = _forward(model, example, dtype)
-    run.outputs = [_kept(y) for y in outputs]
+    run.outputs = [_copied_in_float64(y) for y in outputs]
     shapes = [y.shape for y in (run if like is None else like).outputs]
     differentiable: tuple[list[Tensor], list[Tensor]] = ([], [])
     if len(shapes) != len(outputs):
@@ -209,42 +209,8 @@ class Mismatch(NamedTuple):
     error: float
     limit: float
 
-
-def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> list[Mismatch]:
-    found, modules = [], dict(model.named_modules())
-    for name, theirs in exact.seen.items():
-        if name not in ours.seen or len(ours.seen[name]) != len(theirs):
-            continue
-        for mine, near, full in zip(ours.seen[name], plain.seen[name], theirs, strict=True):
-            want = _expected(modules[name], full, mine.shape, group)
-            if want is not None and want.shape == mine.shape:
-                found += _judge(f"the output of {name}", _difference(mine, want), _difference(near, full))
-    for index, (mine, near, full) in enumerate(zip(ours.outputs, plain.outputs, exact.outputs, strict=True)):
-        want = _part_of(full, mine.shape, group)
-        which = f"output {index} of the model" if len(exact.outputs) > 1 else "the model's output"
-        if want is None:
-            raise ValueError(
-                f"{which} has shape {tuple(mine.shape)} by the plan over {group.size} ranks, and without it "
-                f"{tuple(full.shape)}"
-            )
-        found += _judge(which, _difference(mine, want), _difference(near, full))
-    return found
-
-
-def _wrong_grads(ours: Run, plain: Run, exact: Run) -> list[Mismatch]:
-    """In the order of backward: a wrong gradient first appears nearest to the model's output."""
-    everything = torch.cat([grad.flatten() for grad in exact.grads.values()]) if exact.grads else torch.zeros(1)
-    least = SMALL * float(everything.square().mean().sqrt())
-    found = []
-    last_called = {name: position for position, name in enumerate(exact.seen)}
-
-    def position(name: str) -> int:
-        return -last_called.get(name.rpartition(".")[0], -1)
-
-    for name in sorted(exact.grads, key=position):
-        full = exact.grads[name]
-        found += _judge(name, _difference(ours.grads[name], full, least), _difference(plain.grads[name], full, least))
-    return found
+    def __str__(self) -> str:
+        return f"{self.name} is off by {self.error:.2%} (rounding would be at most {self.limit:.2%})"
 
 
 def _judge(name: str, error: float, plain_error: float) -> list[Mismatch]:
@@ -252,22 +218,57 @@ def _judge(name: str, error: float, plain_error: float) -> list[Mismatch]:
     return [] if error <= limit else [Mismatch(name, error, limit)]
 
 
+def _expected_outputs(
+    model: nn.Module, ours: Run, reference: Run, group: Group
+) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+    """(module, which of its tensors, ours, what it should be) of the modules of which that is known."""
+    modules = dict(model.named_modules())
+    for name, theirs in reference.seen.items():
+        mine = ours.seen.get(name, [])
+        for index, (x, full) in enumerate(zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ()):
+            want = _expected(modules[name], full, x.shape, group)
+            if want is not None and want.shape == x.shape:
+                yield name, index, x, want
+
+
+def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> list[Mismatch]:
+    wrong: list[Mismatch] = []
+    for name, index, mine, want in _expected_outputs(model, ours, exact, group):
+        near = _difference(plain.seen[name][index], exact.seen[name][index])
+        wrong += _judge(f"the output of {name}", _difference(mine, want), near)
+    for index, (mine, near, full) in enumerate(zip(ours.outputs, plain.outputs, exact.outputs, strict=True)):
+        part = _part_of(full, mine.shape, group)
+        which = f"output {index} of the model" if len(exact.outputs) > 1 else "the model's output"
+        if part is None:
+            raise ValueError(
+                f"{which} has shape {tuple(mine.shape)} by the plan over {group.size} ranks, and without it "
+                f"{tuple(full.shape)}"
+            )
+        wrong += _judge(which, _difference(mine, part), _difference(near, full))
+    return wrong
+
+
+def _wrong_grads(ours: Run, plain: Run, exact: Run) -> list[Mismatch]:
+    """In the order of backward: a wrong gradient first appears nearest to the model's output."""
+    everything = torch.cat([grad.flatten() for grad in exact.grads.values()]) if exact.grads else torch.zeros(1)
+    least = SMALL * float(everything.square().mean().sqrt())
+    position = {name: place for place, name in enumerate(exact.seen)}
+    wrong: list[Mismatch] = []
+    for name in sorted(exact.grads, key=lambda name: -position.get(name.rpartition(".")[0], -1)):
+        full = exact.grads[name]
+        wrong += _judge(name, _difference(ours.grads[name], full, least), _difference(plain.grads[name], full, least))
+    return wrong
+
+
 def _other_bytes(model: nn.Module, ours: Run, one: Run, group: Group) -> str:
     """The first of what `ours` has with other bytes than `one`, "" for nothing."""
-    modules = dict(model.named_modules())
-    for name in (n for n in ours.seen if len(ours.seen[n]) == len(one.seen.get(n, ()))):
-        for mine, full in zip(ours.seen[name], one.seen[name], strict=True):
-            want = _expected(modules[name], full, mine.shape, group)
-            if want is not None and want.shape == mine.shape and digest(mine) != digest(want):
-                return f"the output of {name}"
+    for name, _, mine, want in _expected_outputs(model, ours, one, group):
+        if digest(mine) != digest(want):
+            return f"the output of {name}"
     for mine, full in zip(ours.outputs, one.outputs, strict=True):
         if digest(mine) != digest(_part_of(full, mine.shape, group)):
             return "the model's output"
     return next((f"the gradient of {n}" for n in one.grads if digest(ours.grads[n]) != digest(one.grads[n])), "")
-
-
-def _percent(wrong: Mismatch) -> str:
-    return f"{wrong.name} is off by {wrong.error:.2%} (rounding would be at most {wrong.limit:.2%})"
 
 
 _OUTPUT_HINT = (
@@ -299,9 +300,9 @@ def _verdict(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) 
         return ""
     lines = []
     if outputs:
-        lines.append(f"{_percent(outputs[0])}. {_OUTPUT_HINT}")
+        lines.append(f"{outputs[0]}. {_OUTPUT_HINT}")
     else:
-        lines.append(f"outputs are right; the gradient of {_percent(grads[0])}.{'' if ours.incomplete else _GRAD_HINT}")
+        lines.append(f"outputs are right; the gradient of {grads[0]}.{'' if ours.incomplete else _GRAD_HINT}")
     rest = [w.name for w in (grads if outputs else grads[1:])]
     if rest:
         shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
