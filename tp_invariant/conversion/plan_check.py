@@ -234,8 +234,8 @@ def _expected_outputs(
 def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> list[Mismatch]:
     wrong: list[Mismatch] = []
     for name, index, mine, want in _expected_outputs(model, ours, exact, group):
-        near = _difference(plain.seen[name][index], exact.seen[name][index])
-        wrong += _judge(f"the output of {name}", _difference(mine, want), near)
+        rounding = _difference(plain.seen[name][index], exact.seen[name][index])
+        wrong += _judge(f"the output of {name}", _difference(mine, want), rounding)
     for index, (mine, near, full) in enumerate(zip(ours.outputs, plain.outputs, exact.outputs, strict=True)):
         part = _part_of(full, mine.shape, group)
         which = f"output {index} of the model" if len(exact.outputs) > 1 else "the model's output"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..core.bits import raw_bytes
 from ..core.derived_class import derived_class
 from ..core.elementwise import PositionInvariantActivation
+from ..core.function_modes import enter_again, leave
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 from ..functional.gated_activation import ACTIVATIONS, Activation, gated_activation
@@ -74,6 +75,10 @@ def _random(*shape: int, exponents: tuple[int, int] = (0, 1), seed: int = 0) -> 
     return x * torch.exp2(torch.randint(*exponents, shape, generator=generator, device="cpu").float())
 
 
+def _is_plain(x: Any) -> bool:
+    return type(x) is Tensor and x.dtype in DTYPES and x.device.type in ("cpu", "cuda") and x.dim() > 0
+
+
 # --- rotation -------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +100,10 @@ def rotation_of(function: Callable[..., Any]) -> Rotation | None:
 @torch.inference_mode(False)
 def _rotates(function: Callable[..., Any], interleaved: bool, features: int) -> bool:
     """Whether `function` has the bytes of rotary_embedding, with cos and sin of this number of eight features."""
+
+    def called(rotate: Callable[..., Any], cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, **options: Any) -> Any:
+        return rotate(q, k, cos, sin, **options)
+
     for dtype in (torch.float32, torch.bfloat16):
         q, k = (_random(2, heads, 5, 8, exponents=(-60, 60), seed=heads).to(dtype) for heads in (3, 1))
         grads = [_random(*x.shape, seed=7).to(dtype) for x in (q, k)]
@@ -102,17 +111,13 @@ def _rotates(function: Callable[..., Any], interleaved: bool, features: int) -> 
             x *= _random(*x.shape, seed=9) < 0
         for batch in (1, 2):
             cos, sin = (_random(batch, 5, features, seed=seed).to(dtype) for seed in (3, 4))
-            ours = functools.partial(_called_last, rotary_embedding, cos, sin, interleaved=interleaved)
+            ours = functools.partial(called, rotary_embedding, cos, sin, interleaved=interleaved)
             try:
-                if not _same_bytes(ours, functools.partial(_called_last, function, cos, sin), (q, k), grads):
+                if not _same_bytes(ours, functools.partial(called, function, cos, sin), (q, k), grads):
                     return False
             except Exception:  # it takes other arguments: foreign code may raise any exception
                 return False
     return True
-
-
-def _called_last(function: Callable[..., Any], cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, **options: Any) -> Any:
-    return function(q, k, cos, sin, **options)
 
 
 def _rotating(former: Callable[..., Any], interleaved: bool, partial: bool) -> Callable[..., Any]:
@@ -121,9 +126,13 @@ def _rotating(former: Callable[..., Any], interleaved: bool, partial: bool) -> C
         # a compiler fuses torch's operators by itself
         if torch.compiler.is_compiling() or len(args) != 4 or kwargs or not is_tp_invariant_mode_enabled():
             return former(*args, **kwargs)
-        if not _takes(*args, partial):
-            return former(*args)
-        return rotary_embedding(*args, interleaved=interleaved)
+        left = leave()
+        try:
+            if _takes(*args, partial):
+                return rotary_embedding(*args, interleaved=interleaved)
+        finally:
+            enter_again(left)
+        return former(*args)
 
     rotate.former = former  # type: ignore[attr-defined]
     return rotate
@@ -132,11 +141,9 @@ def _rotating(former: Callable[..., Any], interleaved: bool, partial: bool) -> C
 def _takes(q: Any, k: Any, cos: Any, sin: Any, partial: bool) -> bool:
     """Whether rotary_embedding takes these arguments: [B, heads, S, D] twice, and [B or 1, S, R] twice."""
     tensors = (q, k, cos, sin)
-    if any(type(x) is not Tensor or x.dtype != q.dtype or x.device != q.device for x in tensors):
+    if not all(map(_is_plain, tensors)) or len({(x.dtype, x.device) for x in tensors}) > 1:
         return False
-    if q.dtype not in DTYPES or q.device.type not in ("cpu", "cuda") or cos.requires_grad or sin.requires_grad:
-        return False
-    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+    if cos.requires_grad or sin.requires_grad or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or cos.shape != sin.shape:
         return False
     batch, _, tokens, size = q.shape
     features = cos.shape[2]
@@ -167,35 +174,26 @@ class GatedBlock(NamedTuple):
 
     def product(self, block: Any, x: Tensor) -> Tensor:
         """act(gate(x)) * up(x)."""
-        if not self.up:
-            both = getattr(block, self.gate)(x)
-            if _is_plain(both) and both.shape[-1] % 2 == 0:
-                return gated_activation(both, activation=self.computes, up_first=self.up_first)
-            first, second = both.chunk(2, dim=-1)
-            return self.activation(second) * first if self.up_first else self.activation(first) * second
-        if self.up_first:
-            up = getattr(block, self.up)(x)
-            gate = getattr(block, self.gate)(x)
-        else:
-            gate = getattr(block, self.gate)(x)
-            up = getattr(block, self.up)(x)
-        if (
-            _is_plain(gate)
-            and _is_plain(up)
-            and (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
-        ):
-            return gated_activation(gate, up, self.computes)
-        return self.activation(gate) * up
+        names = (self.up, self.gate) if self.up_first else (self.gate, self.up)
+        outputs = [getattr(block, name)(x) for name in names if name]
+        left = leave()
+        try:
+            a, b = outputs[0], outputs[-1]
+            if _is_plain(a) and _is_plain(b) and a.shape == b.shape and (a.dtype, a.device) == (b.dtype, b.device):
+                if not self.up:
+                    return gated_activation(outputs[0], None, self.computes, up_first=self.up_first)
+                gate, up = reversed(outputs) if self.up_first else outputs
+                return gated_activation(gate, up, self.computes)
+        finally:
+            enter_again(left)
+        first, second = outputs if self.up else outputs[0].chunk(2, dim=-1)
+        return first * self.activation(second) if self.up_first else self.activation(first) * second
 
     def calls_as_tried(self, block: nn.Module) -> bool:
         """Whether the activation is the one that was tried, and has no hook that is to see its call."""
         act = self.activation
         hooks = (forward_hooks_of(part) or forward_pre_hooks_of(part) for part in (act, act.activation))
         return getattr(block, self.act) is act and not any(hooks)
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) is Tensor and x.dtype in DTYPES and x.device.type in ("cpu", "cuda") and x.dim() > 0
 
 
 class _Gated(nn.Module):
