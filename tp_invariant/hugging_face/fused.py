@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..core.bits import raw_bytes
 from ..core.derived_class import derived_class
 from ..core.elementwise import PositionInvariantActivation
-from ..core.function_modes import enter_again, leave
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 from ..functional.gated_activation import ACTIVATIONS, Activation, gated_activation
@@ -126,13 +125,7 @@ def _rotating(former: Callable[..., Any], interleaved: bool, partial: bool) -> C
         # a compiler fuses torch's operators by itself
         if torch.compiler.is_compiling() or len(args) != 4 or kwargs or not is_tp_invariant_mode_enabled():
             return former(*args, **kwargs)
-        left = leave()
-        try:
-            if _takes(*args, partial):
-                return rotary_embedding(*args, interleaved=interleaved)
-        finally:
-            enter_again(left)
-        return former(*args)
+        return rotary_embedding(*args, interleaved=interleaved) if _takes(*args, partial) else former(*args)
 
     rotate.former = former  # type: ignore[attr-defined]
     return rotate
@@ -176,16 +169,12 @@ class GatedBlock(NamedTuple):
         """act(gate(x)) * up(x)."""
         names = (self.up, self.gate) if self.up_first else (self.gate, self.up)
         outputs = [getattr(block, name)(x) for name in names if name]
-        left = leave()
-        try:
-            a, b = outputs[0], outputs[-1]
-            if _is_plain(a) and _is_plain(b) and a.shape == b.shape and (a.dtype, a.device) == (b.dtype, b.device):
-                if not self.up:
-                    return gated_activation(outputs[0], None, self.computes, up_first=self.up_first)
-                gate, up = reversed(outputs) if self.up_first else outputs
-                return gated_activation(gate, up, self.computes)
-        finally:
-            enter_again(left)
+        a, b = outputs[0], outputs[-1]
+        if _is_plain(a) and _is_plain(b) and a.shape == b.shape and (a.dtype, a.device) == (b.dtype, b.device):
+            if not self.up:
+                return gated_activation(a, None, self.computes, up_first=self.up_first)
+            gate, up = (b, a) if self.up_first else (a, b)
+            return gated_activation(gate, up, self.computes)
         first, second = outputs if self.up else outputs[0].chunk(2, dim=-1)
         return first * self.activation(second) if self.up_first else self.activation(first) * second
 
