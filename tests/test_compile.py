@@ -35,7 +35,7 @@ from tp_invariant.consistency.agreement import agreed_in
 from tp_invariant.core.compiled import _configs, as_runtime_op
 from tp_invariant.core.layout import TokenSharding
 from tp_invariant.diagnostics.verify_case import error
-from tp_invariant.functional.gated_activation import GatedActivation, GatedActivationOfHalves
+from tp_invariant.functional.gated import GatedActivation, GatedActivationOfHalves
 from tp_invariant.functional.linear import ColumnLinear, LinearCall, ReplicatedLinear, RowLinear
 from tp_invariant.functional.norm import Norm, NormCall
 from tp_invariant.functional.regions import gather_sequence

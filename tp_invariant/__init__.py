@@ -17,7 +17,7 @@ from .core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
-from .functional.gated_activation import gated_activation
+from .functional.gated import gated_activation
 from .functional.rotary_embedding import rotary_embedding
 from .functional.router_losses import load_balancing_loss, router_z_loss
 from .functional.routing import Routing

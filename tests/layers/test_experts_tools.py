@@ -272,21 +272,20 @@ def test_a_gate_has_the_bits_of_each_row_alone(dtype):
 
 LEARNED = torch.ones(1, requires_grad=True)
 REFUSED_GATES: dict[str, tuple[experts_layer.Activation, str]] = {
-    "softmax": (lambda h: h.softmax(-1)[:, ::2], "gate_fn of experts calls aten._softmax.*not elementwise"),
-    "sum": (lambda h: h[:, ::2] * h.sum(0)[::2], "gate_fn of experts calls aten.sum.*not elementwise"),
+    "sum": (lambda h: h[:, ::2] * h.sum(0)[::2], "second row is not what it returns for that row alone"),
     "random": (
         lambda h: h[:, ::2] * torch.rand(h[:, ::2].shape),
-        "gate_fn of experts calls aten.rand.*not elementwise",
+        "second row is not what it returns for that row alone",
     ),
     "roll": (lambda h: h[:, ::2].roll(1, 0), "second row is not what it returns for that row alone"),
     "number of rows": (lambda h: h[:, ::2] / len(h), "second row is not what it returns for that row alone"),
-    "parameter": (lambda h: h[:, ::2] * LEARNED, "takes a tensor of shape .1,. that requires a gradient"),
+    "parameter": (lambda h: h[:, ::2] * LEARNED, "takes a tensor that requires a gradient"),
 }
 
 
 def gate_refused(tp_group: Any, name: str) -> str:
     layer = tpi.Experts(EXPERTS, HIDDEN, INNER, gate_fn=REFUSED_GATES[name][0], tp_group=tp_group)
-    with pytest.raises((ValueError, NotImplementedError)) as caught:
+    with pytest.raises(ValueError) as caught:
         layer(tokens(), torch.zeros(3, 7, 1, dtype=torch.int64), torch.ones(3, 7, 1))
     return str(caught.value)
 
@@ -301,7 +300,7 @@ def test_what_is_refused_between_the_products(name):
 def test_a_learned_activation_is_refused():
     layer = tpi.Experts(EXPERTS, HIDDEN, INNER, activation=nn.PReLU())
     arguments = tokens(), torch.zeros(3, 7, 1, dtype=torch.int64), torch.ones(3, 7, 1)
-    with pytest.raises(ValueError, match=r"a tensor of shape .1,. that requires a gradient"):
+    with pytest.raises(ValueError, match="a tensor that requires a gradient"):
         layer(*arguments)
     layer.activation.requires_grad_(False)
     assert layer(*arguments).shape == (3, 7, HIDDEN)

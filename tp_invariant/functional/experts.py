@@ -38,7 +38,7 @@ from ..core.differentiation import once_differentiable
 from ..core.dtensors import local_of
 from ..core.elementwise import POSITION_DEPENDENT, position_invariant
 from ..core.layout import split_sizes
-from ..core.torch_private import TorchDispatchMode, schema_of, tree, version_of
+from ..core.torch_private import TorchDispatchMode, version_of
 from ..gemm.gemm_fn import GemmFn
 from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
 from ..kernels.experts.routing_checks import check_rows
@@ -465,60 +465,29 @@ def grouped_linear(
 # --- between the products -------------------------------------------------------------------------------------------
 
 
-# Operators that compute nothing, and elementwise ones which torch has not tagged. Any other one is refused, because its
-# bits may depend on the number of rows (a sum's or a product's do), or because it draws random numbers.
-_MOVES = (
-    "_to_copy clone copy_ cat stack index gather flip roll repeat constant_pad_nd lift_fresh lift_fresh_copy detach_ "
-    "fill fill_ zero_ slice_backward select_backward slice_scatter select_scatter _unsafe_view _reshape_copy "
-    "empty_like zeros_like ones_like full_like new_empty new_empty_strided new_zeros new_ones new_full"
-)
-_UNTAGGED = (
-    "hardswish hardswish_ hardswish_backward hardsigmoid_backward hardtanh_backward leaky_relu_backward "
-    "hardshrink_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward masked_fill_ "
-    "masked_fill_backward"
-)
-_HARMLESS = frozenset(f"aten::{name}" for name in f"{_MOVES} {_UNTAGGED}".split())
-
-
-class _Elementwise(TorchDispatchMode):
-    """Elementwise operators alone, whose bits do not depend on an element's position (core/elementwise.py)."""
-
-    def __init__(self, recorded: bool) -> None:
-        """recorded: whether autograd records what is done inside. If not, nothing may require a gradient."""
-        super().__init__()
-        self.recorded = recorded
+class _ByPosition(TorchDispatchMode):
+    """On a CPU elementwise operators have bits that do not depend on an element's position (core/elementwise.py)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [value for value in tree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        for tensor in tensors:
-            if tensor.requires_grad and not self.recorded:
-                raise ValueError(
-                    f"the activation or gate_fn of experts takes a tensor of shape {tuple(tensor.shape)} that requires "
-                    "a gradient (a parameter), which would get none: give a function of its input alone, or freeze it"
-                )
-        if func in POSITION_DEPENDENT:
-            return position_invariant(func, args, kwargs)
-        elementwise = torch.Tag.pointwise in func.tags or schema_of(func).name in _HARMLESS or not tensors
-        if torch.Tag.nondeterministic_seeded in func.tags or not (elementwise or func.is_view):
-            raise NotImplementedError(
-                f"the activation or gate_fn of experts calls {func}, which is not elementwise: its bits may depend on "
-                "how many rows a rank has. Allowed are elementwise operators, and those that move elements"
-            )
-        return func(*args, **kwargs)
+        return position_invariant(func, args, kwargs) if func in POSITION_DEPENDENT else func(*args, **kwargs)
 
 
 def check_gate(fn: Callable[[Tensor], Tensor], h: Tensor) -> None:
     """Tries fn on three rows like those of h, which are the same on every rank.
 
     Raises:
-        ValueError: a row's result is not that of the row alone, as fn moves elements between rows, or goes by how many
-            there are; or fn takes a tensor that requires a gradient.
-        NotImplementedError: fn calls an operator that is not elementwise.
+        ValueError: a row's result is not that of the row alone, as fn moves elements between rows, draws random
+            numbers, or goes by how many rows there are; or fn takes a tensor that requires a gradient.
     """
     rows = torch.linspace(-3, 3, 3 * h.shape[-1]).view(3, -1).to(h.device, h.dtype)
-    with torch.no_grad(), _Elementwise(recorded=False):
+    with torch.enable_grad(), _ByPosition():
         whole, alone = fn(rows.clone()), fn(rows[1:2].clone())
+    if whole.requires_grad:
+        raise ValueError(
+            "the activation or gate_fn of experts takes a tensor that requires a gradient (a parameter), which would "
+            "get none: give a function of its input alone, or freeze it"
+        )
     if whole.shape[:1] != (3,) or not torch.equal(whole[1:2], alone):
         raise ValueError(
             f"the activation or gate_fn of experts returns {tuple(whole.shape)} for an input of {tuple(rows.shape)}, "
@@ -535,7 +504,7 @@ class _Gate(torch.autograd.Function):
         ctx.fn = fn
         version = None if h.is_inference() else version_of(h)
         own = h.detach()  # which requires no gradient, as h does here
-        with _Elementwise(recorded=False):
+        with _ByPosition():
             y = fn(own)
         if version is not None and version_of(h) != version:
             raise ValueError(
@@ -548,7 +517,7 @@ class _Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (h,) = ctx.saved_tensors
-        with _Elementwise(recorded=True):
+        with _ByPosition():
             with torch.enable_grad():
                 h = h.detach().requires_grad_()
                 y = ctx.fn(h)
@@ -560,7 +529,6 @@ def gate(h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """fn(h), h [R, 2 I] -> [R, I], each element with bits that do not depend on how many rows there are.
 
     Raises:
-        ValueError: fn changes h in place, or takes another tensor that requires a gradient.
-        NotImplementedError: fn calls an operator that is not elementwise.
+        ValueError: fn changes h in place.
     """
     return _Gate.apply(h, fn)

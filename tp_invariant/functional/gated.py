@@ -1,8 +1,9 @@
-"""SwiGLU, GeGLU and gpt-oss's form as one operator. Elementwise: each rank computes the elements that it holds."""
+"""Gated activations as operators: with the bits of torch's own, and those of experts. Elementwise: a rank computes the
+elements that it holds."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,33 +15,72 @@ from ..kernels.rowwise.reference_gated import halves
 from ..kernels.select import select
 from .linear import flatten_tokens
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS = get_args(Activation)
+_KERNEL = "gated activation"
 
-class Gated(torch.autograd.Function):
-    """y = act(gate) * up, with act "silu", "gelu_tanh" or "clamped_silu" (where it is up + 1, both clamped).
 
-    kernels/rowwise/gated.py has the formulas and says what is rounded.
+def gated_activation(
+    gate: Tensor, up: Tensor | None = None, activation: Activation = "silu", *, up_first: bool = False
+) -> Tensor:
+    """act(gate) * up, SwiGLU or GeGLU, as one operator: one launch forward and one backward on a GPU.
+
+        tpi.gated_activation(self.gate_proj(x), self.up_proj(x), "silu")
+        tpi.gated_activation(self.gate_up_proj(x), activation="gelu_tanh")
+
+    With the bits of torch's operators: act(gate) and the product are each rounded to the tensors' dtype, and so are the
+    gradients. On GPUs "gelu" alone has other last bits than torch's, by another erf. Saves gate and up for backward and
+    no intermediate. A rank may hold any of the features: each element depends on its own alone. With torch.compile it
+    is one operator with the same bits. It cannot be differentiated twice.
+
+    Args:
+        gate: [.., H], bfloat16, float16 or float32, any strides; without `up` [.., 2 H]: both, one after the other.
+        up: [.., H], of gate's dtype and device.
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu".
+        up_first: without `up`: the first half of gate is up.
+
+    Returns:
+        [.., H], contiguous, of gate's dtype.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: an unknown activation; shapes, dtypes or devices that differ; an odd last dim without `up`.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise ValueError(f"gate has shape {tuple(gate.shape)}: without up its last dim must be even, for both")
+        return gated_activation_of_halves(gate, activation, up_first)
+    if up_first:
+        raise ValueError("up_first=True is for one tensor that holds gate and up: leave up out")
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
+        raise ValueError(
+            f"gate is {gate.dtype} {tuple(gate.shape)} on {gate.device} and up is {up.dtype} {tuple(up.shape)} on "
+            f"{up.device}: they must have one shape, dtype and device"
+        )
+    return gated_activation_of_two(gate, up, activation)
+
+
+class GatedActivation(torch.autograd.Function):
+    """y = act(gate) * up. kernels/rowwise/gated.py has the formulas and says what is rounded.
 
     gate, up, y, dgate, dup  [.., H], of one shape and dtype, sharded in any way
     """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        y = select("gated activation", gate.device.type).gated_forward(*map(flatten_tokens, (gate, up)), activation)
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return fresh_view(y.contiguous(), gate.shape)
+        return select(_KERNEL, gate.device.type).torch_gated_forward(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        rows = map(flatten_tokens, (dy, gate, up))
-        grads = select("gated activation", gate.device.type).gated_backward(*rows, ctx.activation)
-        dgate, dup = (
-            fresh_view(grad.contiguous(), gate.shape) if needed else None
-            for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)
-        )
-        return dgate, dup, None
+        dgate, dup = select(_KERNEL, gate.device.type).torch_gated_backward(dy, gate, up, ctx.activation)
+        need_gate, need_up, _ = ctx.needs_input_grad
+        return dgate if need_gate else None, dup if need_up else None, None
 
 
 def _output(gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
@@ -51,13 +91,71 @@ def _restore(ctx: Any, dtypes: Any, activation: str) -> None:
     ctx.activation = activation
 
 
-invariant_gated = as_custom_op(
-    Gated, name="gated", tensors=("gate", "up"), outputs=_output, restore=_restore, saved=(0, 1)
+gated_activation_of_two = as_custom_op(
+    GatedActivation,
+    name="gated_activation",
+    tensors=("gate", "up"),
+    outputs=_output,
+    restore=_restore,
+    saved=(0, 1),
+    makes_all=True,
 )
 
 
+def _halves(x: Tensor, up_first: bool) -> tuple[Tensor, Tensor]:
+    """(gate, up), views of x [.., 2 H]."""
+    first, second = x.chunk(2, dim=-1)
+    return (second, first) if up_first else (first, second)
+
+
+class GatedActivationOfHalves(torch.autograd.Function):
+    """The same of one tensor, and one gradient, of which the kernel writes both halves.
+
+    x, dx  [.., 2 H]: gate and up one after the other, or with up_first up and gate      y  [.., H]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str, up_first: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation, ctx.up_first = activation, up_first
+        return select(_KERNEL, x.device.type).torch_gated_forward(*_halves(x, up_first), activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        select(_KERNEL, x.device.type).torch_gated_backward(
+            dy, *_halves(x, ctx.up_first), ctx.activation, out=_halves(dx, ctx.up_first)
+        )
+        return dx, None, None
+
+
+def _halves_output(x: Tensor, activation: str, up_first: bool) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], x.shape[-1] // 2))]
+
+
+def _restore_halves(ctx: Any, dtypes: Any, activation: str, up_first: bool) -> None:
+    ctx.activation, ctx.up_first = activation, up_first
+
+
+gated_activation_of_halves = as_custom_op(
+    GatedActivationOfHalves,
+    name="gated_activation_of_halves",
+    tensors=("x",),
+    outputs=_halves_output,
+    restore=_restore_halves,
+    saved=(0,),
+    makes_all=True,
+)
+
+
+# --- for experts ----------------------------------------------------------------------------------------------------
+
+
 class GatedHalves(torch.autograd.Function):
-    """The same of one tensor, and one gradient that is written in place: two copies less.
+    """y = act(gate) * up, with act "silu", "gelu_tanh" or "clamped_silu" (where it is up + 1, both clamped), by the
+    experts' formulas; kernels/rowwise/gated.py has them, and says what is rounded.
 
     x, dx  [.., 2 H]: gate and up one after the other or, interleaved, a column of each in turn      y  [.., H]
     """
@@ -65,7 +163,7 @@ class GatedHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, interleaved: bool) -> Tensor:
         gate, up = halves(flatten_tokens(x), interleaved=interleaved)
-        y = select("gated activation", x.device.type).gated_forward(gate, up, activation)
+        y = select(_KERNEL, x.device.type).gated_forward(gate, up, activation)
         ctx.save_for_backward(x)
         ctx.activation, ctx.interleaved = activation, interleaved
         return fresh_view(y.contiguous(), (*x.shape[:-1], y.shape[-1]))
@@ -77,17 +175,17 @@ class GatedHalves(torch.autograd.Function):
         rows = flatten_tokens(x)
         dx = torch.empty(rows.shape, device=x.device, dtype=x.dtype)
         gate, up = halves(rows, interleaved=ctx.interleaved)
-        select("gated activation", x.device.type).gated_backward(
+        select(_KERNEL, x.device.type).gated_backward(
             flatten_tokens(dy), gate, up, ctx.activation, out=halves(dx, interleaved=ctx.interleaved)
         )
         return fresh_view(dx.contiguous(), x.shape), None, None
 
 
-def _halves_output(x: Tensor, activation: str, interleaved: bool) -> list[Tensor]:
+def _expert_output(x: Tensor, activation: str, interleaved: bool) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], x.shape[-1] // 2))]
 
 
-def _restore_halves(ctx: Any, dtypes: Any, activation: str, interleaved: bool) -> None:
+def _restore_expert(ctx: Any, dtypes: Any, activation: str, interleaved: bool) -> None:
     ctx.activation, ctx.interleaved = activation, interleaved
 
 
@@ -95,7 +193,7 @@ invariant_gated_halves = as_custom_op(
     GatedHalves,
     name="gated_halves",
     tensors=("x",),
-    outputs=_halves_output,
-    restore=_restore_halves,
+    outputs=_expert_output,
+    restore=_restore_expert,
     saved=(0,),
 )

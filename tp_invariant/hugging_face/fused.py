@@ -26,7 +26,7 @@ from ..core.derived_class import derived_class
 from ..core.elementwise import PositionInvariantActivation
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
-from ..functional.gated_activation import ACTIVATIONS, Activation, gated_activation
+from ..functional.gated import ACTIVATIONS, Activation, gated_activation
 from ..functional.rotary_embedding import rotary_embedding
 from ..kernels.dtypes import DTYPES
 from ..layers.parameters import ShardedModule

@@ -245,11 +245,10 @@ class Experts(ShardedModule):
         torch.compile breaks the graph here, because the number of rows of a rank depends on the routing.
 
         Raises:
-            ValueError: shapes that do not fit together; or the call is captured in a CUDA graph over several ranks.
+            ValueError: shapes that do not fit together; the call is captured in a CUDA graph over several ranks; or an
+                activation or gate_fn is no function of each row by itself.
             TypeError: dtypes that are not supported.
             IndexError: an expert that does not exist, on a CPU; on CUDA a device-side assertion fails.
-            NotImplementedError: an activation or gate_fn calls an operator that is not elementwise. In the other things
-                that it may not do (functional/experts.py: check_gate), a ValueError.
         """
         return self._forward(hidden_states, top_k_index, top_k_weights)
 
