@@ -247,7 +247,7 @@ def _is_helper(module):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks `ranks`, `subprocess` and `interpreter`; and `fast`, what needs none of them and is not `slow`.
+    """Marks `ranks`, `subprocess` and `interpreter`; and `fast`, what needs none of them and compiles nothing.
 
     A few tests of ranks say `fast` themselves, so that the tier compares bits of several degrees too. The files at the
     top of tests/, which are of the whole library, take longest and come first, and then those of tests/testing, which
@@ -264,7 +264,7 @@ def pytest_collection_modifyitems(config, items):
             needed.append("interpreter")
         for marker in needed:
             item.add_marker(marker)
-        if not needed and not any(map(item.get_closest_marker, ("gpu", "slow"))):
+        if not needed and "compile" not in names and not any(map(item.get_closest_marker, ("gpu", "slow"))):
             item.add_marker("fast")
         if config.getoption("--fuzz") is not None:
             item.add_marker(pytest.mark.timeout(0))  # as many models take as long as they take
