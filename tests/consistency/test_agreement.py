@@ -31,11 +31,6 @@ def other_gemm(a, b, *, bias=None, out_dtype=None):
     return matmul(a, b, bias=bias, out_dtype=out_dtype)
 
 
-class GemmObject:
-    def __call__(self, a, b, *, bias=None, out_dtype=None):
-        return matmul(a, b, bias=bias, out_dtype=out_dtype)
-
-
 def error_on_every_rank(case, *args, world=4):
     """The text of the error that case(tp_group, *args) raises on all ranks; and the group still works."""
     with pytest.raises(RankError) as caught:

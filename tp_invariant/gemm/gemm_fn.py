@@ -153,7 +153,7 @@ def gemm_fn_name(gemm_fn: GemmFn | None, device: torch.device) -> str:
 
 @functools.cache
 def _bundled_name(device_type: str) -> str:
-    """Cached, because every call of a layer needs it; the bundled ones have no closure that could change."""
+    """Cached, because every call of a layer needs it."""
     return identify(bundled_gemm_fn(torch.device(device_type)))
 
 
