@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.utils import prune
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -408,7 +407,7 @@ def parametrized() -> nn.Module:
 
 
 def alone_with_hooks(tp_group):
-    for how in (torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm, prune_all):
+    for how in (torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm):
         torch.manual_seed(0)
         linear = how(nn.Linear(4, 4))
         with pytest.raises(ValueError, match=r"weight of the Linear that was given to replicate_ .*nn\.Sequential"):
@@ -416,10 +415,6 @@ def alone_with_hooks(tp_group):
         around = tpi.replicate_(nn.Sequential(linear), on_mesh(tp_group))
         around(torch.ones(2, 4)).square().sum().backward()
         assert {type(p.grad) for p in around.parameters()} == {DTensor}
-
-
-def prune_all(linear):
-    return prune.l1_unstructured(linear, "weight", 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")

@@ -55,8 +55,7 @@ def moved(tp_group, kind, name):
         model = tpi.parallelize(whole_model(), mesh_or_group(tp_group, kind), PLAN)
         train(model, tpi.clip_grad_norm_)
         state, full = model.state_dict(), tpi.full_state_dict(model)
-        if kind == "mesh":
-            assert not any(weakref.getweakrefs(p) for p in model.parameters())
+        assert not any(weakref.getweakrefs(x) for p in model.parameters() for x in (p, local_of(p)))
         copied = copy.deepcopy(model)
         before = {key: local_of(value).clone() for key, value in state.items()}
         moved = MOVES[name](model)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.wire import gather_objects
@@ -220,7 +219,7 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
 
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raises TypeError for a tensor of another kind."""
-    if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided:
         kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
         raise TypeError(f"{name} is a {kind} tensor: only dense plain tensors are supported")
 
@@ -374,7 +373,7 @@ def check_match(
         entry, (shape, dtype) = entries[name], found[name]
         if entry.tensor.is_meta:
             problems.append(f"{name} is on the meta device: call model.to_empty(device=...) first")
-        elif torch._debug_has_internal_overlap(entry.tensor) == 1:
+        elif any(n > 1 and step == 0 for n, step in zip(entry.tensor.shape, entry.tensor.stride(), strict=True)):
             problems.append(f"{name} has elements that share memory in the model (expand?), so it cannot be written")
         elif entry.full_shape != shape or entry.tensor.dtype != dtype:
             problems.append(

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from ..comm.collectives import Group, ranks_of, resolve_group
 from ..comm.liveness import explain
 from ..comm.wire import gather_objects
 from ..consistency.differences import format_values, gather_differences
 from ..core.bits import leaves
+from ..core.torch_private import tree
 from ..functional.partial_gradients import partial_gradients_of
 from .full_optimizer_state import (
     TENSOR,
@@ -221,7 +221,7 @@ def load(
             f"the ranks read different {INDEX} in {folder}: another job saves into it, or ranks do not share it"
         )
     _run(dcp.load, ranks, what, storage_reader=reader, planner=BoxLoadPlanner(tensors))
-    loaded = tree_map_only(Entry, lambda entry: entry.tensor, values)
+    loaded = tree.tree_map_only(Entry, lambda entry: entry.tensor, values)
     if optimizer is not None:
         install_optimizer_state(model, optimizer, loaded["optimizer"]["groups"], loaded["optimizer"]["state"])
     return loaded["extra"]

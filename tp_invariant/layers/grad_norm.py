@@ -30,12 +30,10 @@ from ..functional.main_grad import refuse_fused
 from .grad_partial_sums import (
     SINGLE_RANK,
     HeldGradient,
-    MeshLayout,
     norm_of,
     partial_sums_of,
     partition_dim_of,
     scale,
-    shape_of,
 )
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
 
@@ -230,9 +228,7 @@ class ClipCall:
         self.held: list[HeldGradient] = []
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
-        checked: set[tuple] = set()
         seen: set[int] = set()
-        layouts: dict[tuple, MeshLayout] = {}
         for index, p in enumerate(everything):
             if id(p) in seen:
                 continue
@@ -245,18 +241,18 @@ class ClipCall:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
                 if leave_out is not None:
-                    _check_grad(HeldGradient.of(p, index, over, layouts), given, SINGLE_RANK.rank, checked)
+                    _check_grad(HeldGradient.of(p, index, over), given, SINGLE_RANK.rank)
             except (TypeError, ValueError, RuntimeError) as error:
                 if leave_out is not None:
                     continue
                 self.error = self.error or error
-            self.held.append(HeldGradient.of(p, index, over, layouts))
+            self.held.append(HeldGradient.of(p, index, over))
         self.maximal_groups = maximal_groups(groups)
         self.rank = (given or next(iter(self.maximal_groups), SINGLE_RANK)).rank
         self.with_grad = [held for held in self.held if held.grad is not None and not held.is_empty]
         try:
             for held in self.held:
-                _check_grad(held, given, self.rank, checked)
+                _check_grad(held, given, self.rank)
         except (TypeError, ValueError, RuntimeError) as error:
             self.error = self.error or error
 
@@ -283,9 +279,7 @@ class ClipCall:
             },
         }
         whole = _whole_over(self.with_grad, compared_group)
-        names = [
-            f"the gradient of parameter {held.number} with shape {tuple(shape_of(held.parameter))}" for held in whole
-        ]
+        names = [f"the gradient of parameter {held.number} with shape {tuple(held.parameter.shape)}" for held in whole]
         return GradientComparison(compared_group, facts, [held.local for held in whole], names, _USUAL_CAUSES)
 
     def _gradient_facts(self, compared_group: Group) -> list[tuple[int, tuple | None]]:
@@ -342,18 +336,12 @@ def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[Hel
     """Those of which all ranks of the group hold the same part of the gradient, by attributes and
     placements."""
     ranks = set(ranks_of(compared_group))
-    known: dict[int, bool] = {}
-
-    def is_whole(layout: MeshLayout | None) -> bool:
-        if layout is None:
-            return True
-        found = known.get(id(layout))
-        if found is None:
-            found = all(len(ranks.intersection(ranks_of(group))) < 2 for group, _ in layout.shards)
-            known[id(layout)] = found
-        return found
-
-    return [held for held in all_held if held.over.size == 1 and is_whole(held.layout)]
+    return [
+        held
+        for held in all_held
+        if held.over.size == 1
+        and (held.layout is None or all(len(ranks.intersection(ranks_of(g))) < 2 for g, _ in held.layout.shards))
+    ]
 
 
 # --- what is checked ------------------------------------------------------------------------------------------------
@@ -363,7 +351,7 @@ def _facts(held: HeldGradient, compared_group: Group) -> tuple:
     """What decides which errors are raised later and what is gathered. If ranks differ in it, every rank raises an
     error now, so that no rank waits for another."""
     p, over, local = held.parameter, held.over, held.local
-    facts: tuple = (local.dtype, shape_of(p), local.layout, local.device.type)
+    facts: tuple = (local.dtype, p.shape, local.layout, local.device.type)
     if held.layout is not None:
         facts = *facts, held.layout.text
     if _is_shared(p):
@@ -380,22 +368,17 @@ def _plain(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact if isinstance(fact, str) else str(fact)
 
 
-def _check_grad(held: HeldGradient, given: Group | None, rank: int, checked: set[tuple]) -> None:
-    """checked: what of earlier DTensors of this call decided that they are right."""
+def _check_grad(held: HeldGradient, given: Group | None, rank: int) -> None:
     local = held.local
     if local is None:
         refuse_fused([held.parameter], "clip_grad_norm_", held.number)
-        return
-    if held.is_empty:
-        return
-    if local.layout != torch.strided or not local.is_floating_point():
-        raise TypeError(f"{held.named(rank)} is {local.layout} {local.dtype}: only dense floating point is supported")
-    if held.layout is not None:
-        p = held.parameter
-        decides = id(held.layout), held.over, is_sharded(p), hasattr(p, "tensor_model_parallel")
-        if decides not in checked:
+    elif not held.is_empty:
+        if local.layout != torch.strided or not local.is_floating_point():
+            raise TypeError(
+                f"{held.named(rank)} is {local.layout} {local.dtype}: only dense floating point is supported"
+            )
+        if held.layout is not None:
             _check_dtensor(held, given, rank)
-            checked.add(decides)
 
 
 def _check_stages(call: ClipCall, stages: Group) -> None:

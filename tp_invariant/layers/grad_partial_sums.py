@@ -20,6 +20,7 @@ from torch import Tensor
 from ..comm.collectives import Group, gather_major, on_mesh
 from ..core.dtensors import is_dtensor
 from ..core.layout import Stride, unshard
+from ..core.torch_private import local_tensor
 from ..kernels.dtypes import DTYPES
 from ..kernels.select import select
 from .parameters import stride_of
@@ -30,12 +31,8 @@ if TYPE_CHECKING:
 
 def local_part(grad: Tensor) -> Tensor:
     """This rank's part of a gradient, in the same memory; waits for an asynchronous collective that produces it."""
-    local = grad._local_tensor if is_dtensor(grad) else grad
-    if type(local) is Tensor:
-        return local
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    local = local_tensor(grad) if is_dtensor(grad) else grad
+    return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor
 
 
 def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
@@ -55,16 +52,11 @@ SINGLE_RANK = Group(None, 0, 1)
 def partition_dim_of(p: Tensor) -> int | None:
     """The dim in the parameter's attribute partition_dim; None if it names none."""
     dim = getattr(p, "partition_dim", -1)
-    return dim if isinstance(dim, int) and 0 <= dim < len(shape_of(p)) else None
-
-
-def shape_of(x: Tensor) -> torch.Size:
-    """The shape, of a DTensor the whole one's: torch takes four times as long to say it."""
-    return x._spec.tensor_meta.shape if is_dtensor(x) else x.shape  # type: ignore[union-attr]
+    return dim if isinstance(dim, int) and 0 <= dim < p.dim() else None
 
 
 class MeshLayout(NamedTuple):
-    """What one call needs to know of all DTensors with the same placements on a mesh.
+    """How a DTensor is placed on its mesh.
 
     shards   (group of the mesh dim, tensor dim) for each mesh dim that shards it; none if it is not on this rank
     stride   partition_stride of the dim that is sharded
@@ -77,7 +69,7 @@ class MeshLayout(NamedTuple):
 
 
 class HeldGradient(NamedTuple):
-    """The gradient of a parameter as one call sees it. What torch takes long to tell of a DTensor is asked once.
+    """The gradient of a parameter, and how it is sharded.
 
     number   the parameter's index in the call
     over     the group over which the parameter is sharded according to its attributes, or SINGLE_RANK
@@ -94,24 +86,18 @@ class HeldGradient(NamedTuple):
     layout: MeshLayout | None
 
     @classmethod
-    def of(cls, p: Tensor, number: int, over: Group, layouts: dict[tuple, MeshLayout]) -> HeldGradient:
-        """layouts: those that this call has met."""
-        grad = p.grad
-        if grad is None or not is_dtensor(grad):
-            return cls(p, number, over, grad, None if grad is None else local_part(grad), None)
-        spec, dims = grad._spec, len(shape_of(grad))
-        key = id(spec.mesh), spec.placements, dims
-        layout = layouts.get(key)
-        if layout is None:
+    def of(cls, p: Tensor, number: int, over: Group) -> HeldGradient:
+        grad, layout = p.grad, None
+        if grad is not None and is_dtensor(grad):
             # what is not on this rank, or is Partial, is refused later
             shards = [
-                (group, placement.dim % dims)
-                for group, placement in zip(on_mesh(spec.mesh).groups, spec.placements, strict=False)
+                (group, placement.dim % grad.dim())
+                for group, placement in zip(on_mesh(grad.device_mesh).groups, grad.placements, strict=False)
                 if hasattr(placement, "dim")
             ]
-            stride = max(getattr(placement, "split_factor", 1) for placement in spec.placements)
-            layout = layouts[key] = MeshLayout(shards, stride, str(spec.placements))
-        return cls(p, number, over, grad, local_part(grad), layout)
+            stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
+            layout = MeshLayout(shards, stride, str(grad.placements))
+        return cls(p, number, over, grad, None if grad is None else local_part(grad), layout)
 
     @property
     def is_empty(self) -> bool:
@@ -153,7 +139,7 @@ def _sliced_gradient(held: HeldGradient) -> _SlicedGradient:
             dim = shards[-1][1]
         # several Shards are in an order that is FSDP2's, or the mesh's
         if len(shards) == 1 and over.size == 1 and dim == shards[0][1]:
-            group, shape = shards[0][0], shape_of(held.grad)
+            group, shape = shards[0][0], held.grad.shape
             if not local.numel():  # its shape is whatever was given to from_local
                 local = local.new_empty([0 if i == dim else n for i, n in enumerate(shape)])
             size = shape[dim]

@@ -231,7 +231,7 @@ class Linear(ShardedModule, nn.Linear):
         if stride is None:  # a replacement for the weight (torch.func.functional_call): use the last known stride
             stride = self._stride
             if weight is not None and not torch.compiler.is_compiling():
-                spec, whole = self._spec("weight", stride), (self.out_features, self.in_features)
+                spec, whole = self._spec_with("weight", stride), (self.out_features, self.in_features)
                 if spec.dim is not None and self.group.size > 1 and tuple(local_of(weight).shape) == whole:
                     raise ValueError(
                         f"the weight that {self._name} is called with on rank {self.group.rank} has the shape {whole} "
@@ -260,9 +260,9 @@ class Linear(ShardedModule, nn.Linear):
         return self.partition_stride if self.partition_sizes is None else self.partition_sizes
 
     def shard_spec(self, name: str) -> ShardSpec:
-        return self._spec(name, self.partition_stride)
+        return self._spec_with(name, self.partition_stride)
 
-    def _spec(self, name: str, stride: Stride) -> ShardSpec:
+    def _spec_with(self, name: str, stride: Stride) -> ShardSpec:
         dims = {None: {}, "column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}[self.parallel_mode]
         return ShardSpec(self.group, dims.get(name), self.partition_sizes or stride)
 
@@ -333,7 +333,7 @@ class Linear(ShardedModule, nn.Linear):
         stride: Stride = self._stride_of(weight)
         if bias is not None and (known := getattr(bias, "partition_stride", None)) != stride:
             if known is None:
-                self._mark_replacement("bias", bias, self._spec("bias", stride))
+                self._mark_replacement("bias", bias, self._spec_with("bias", stride))
             bias.partition_stride = stride  # type: ignore[attr-defined]  # Megatron sets the weight's alone, and late
         stride = self.partition_sizes or stride
         dtype = self._product_dtype(x.device)
@@ -581,17 +581,8 @@ def _costs_text(device: torch.device) -> str:
     return costs_of(device).text
 
 
-_has_autocast = constant(lambda kind: kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind))
-
-
-_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-
-
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that torch.autocast selects on this device; None if autocast is off."""
-    if not torch.compiler.is_compiling() and not _is_any_autocast_enabled():
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
-    kind = device.type
-    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device.type)

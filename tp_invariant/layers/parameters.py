@@ -28,6 +28,7 @@ from ..consistency.shards import note_conversion, note_source, source_of
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 from ..core.pieces import offer_pieces
+from ..core.torch_private import StridedShard, forward_pre_hooks_of
 from .saved_shards import refuse_to_save
 
 if TYPE_CHECKING:
@@ -250,12 +251,11 @@ class ShardSpec:
             return local
         self.check_placed()
         from torch.distributed.tensor import DTensor, Replicate, Shard
-        from torch.distributed.tensor.placement_types import _StridedShard
 
         placement: Placement = Replicate()
         if self.dim is not None:
             assert isinstance(self.stride, int)
-            placement = Shard(self.dim) if self.stride == 1 else _StridedShard(self.dim, split_factor=self.stride)
+            placement = Shard(self.dim) if self.stride == 1 else StridedShard(self.dim, split_factor=self.stride)
         return DTensor.from_local(local.detach(), mesh, [placement], run_check=False)
 
     def local(self, full: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ class ShardedModule(KeepsAttributes):
         """
         sharded = spec.dim is not None and self.group.size > 1
         listed: Any = self._modules.get("parametrizations") or {}
-        hooks = [h for h in self._forward_pre_hooks.values() if getattr(h, "name", None) == name]
+        hooks = [h for h in forward_pre_hooks_of(self).values() if getattr(h, "name", None) == name]
         for found in [*(listed[name] if name in listed else ()), *hooks]:  # noqa: SIM401  # a ModuleDict has no get
             kind, dim = type(found).__name__.strip("_"), getattr(found, "dim", None)
             if kind not in ("WeightNorm", "SpectralNorm", "Orthogonal"):

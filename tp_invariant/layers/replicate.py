@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from ..comm.collectives import resolve_group
 from ..consistency.same_weights import check_same_model
 from ..core.derived_class import derived_class
 from ..core.dtensors import as_local, is_dtensor, local_of
+from ..core.torch_private import accumulation_hooks_of, current_backward, forward_pre_hooks_of, gradient_hooks_of, tree
 from .parameters import KeepsAttributes, ShardedModule, ShardSpec, is_sharded, mark_sharded
 
 
@@ -67,8 +67,8 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 "parameters must be on one"
             )
     check_replaceable(module, group.rank)
-    for hook in module._forward_pre_hooks.values():
-        computed: Any = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+    for hook in forward_pre_hooks_of(module).values():
+        computed: Any = getattr(hook, "name", None)
         if isinstance(module.__dict__.get(computed), Tensor):
             raise ValueError(
                 f"{computed} of the {type(module).__name__} that was given to replicate_ on rank {group.rank} is "
@@ -87,7 +87,7 @@ def check_replaceable(module: nn.Module, rank: int) -> None:
         ValueError: a parameter has hooks or a gradient, which would stay with the tensor that is replaced. Names it.
     """
     for name, parameter in module.named_parameters():
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        hooks = gradient_hooks_of(parameter) or accumulation_hooks_of(parameter)
         if not is_dtensor(parameter) and (hooks or parameter.grad is not None):
             raise ValueError(
                 f"{name} on rank {rank} has {'hooks' if hooks else 'a gradient'}, and a DTensor takes its place, which "
@@ -150,7 +150,7 @@ _forwards = _Forwards()
 
 def _computes() -> bool:
     """Inside of a forward, also one that backward runs again (torch.utils.checkpoint, from where it was called)."""
-    return _forwards.running > 0 or torch._C._current_graph_task_id() != -1
+    return _forwards.running > 0 or current_backward() != -1
 
 
 class _ReadParameter:
@@ -199,7 +199,7 @@ class ForeignModule(KeepsAttributes):
         finally:
             _forwards.running -= 1
         if not _forwards.running and read:
-            for tensor in tree_leaves(result):
+            for tensor in tree.tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(functools.partial(_count_writes, list(read.values())))
         return result
