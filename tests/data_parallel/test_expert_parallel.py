@@ -24,7 +24,7 @@ from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.data_parallel import MicroBatchTree, micro_batch_tree
-from tp_invariant.integrations.ranks import Ranks
+from tp_invariant.integrations.training import Ranks
 from tp_invariant.testing import assert_bitwise_equal, full_parameters, wide_randn
 from tp_invariant.testing.rank_pool import discard_pool
 

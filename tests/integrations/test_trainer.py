@@ -566,7 +566,7 @@ class Endless(torch.utils.data.IterableDataset):
 
 def unsupported(tp_group: Any, folder: Any) -> list[str]:
     """Data parallel ranks that are the tensor parallel ones; a dataset that ends inside a step."""
-    from tp_invariant.integrations.ranks import Ranks
+    from tp_invariant.integrations.training import Ranks
 
     plain = tpi.parallelize(hf_models.build("llama", num_hidden_layers=1), tp_group)
     with pytest.raises(ValueError) as caught:
@@ -583,7 +583,7 @@ def test_what_is_not_supported_is_refused(tmp_path):
 
 
 def refusals_of_fully_shard(tp_group: Any, folder: Any) -> dict[str, str]:
-    from tp_invariant.integrations.ranks import Ranks
+    from tp_invariant.integrations.training import Ranks
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     said = {}
@@ -660,7 +660,7 @@ class Decays(transformers.TrainerCallback):
 
 def differing(tp_group: Any, folder: Any) -> list[str]:
     """Ranks with other options; then with other examples, and hyperparameters."""
-    from tp_invariant.integrations.ranks import Ranks
+    from tp_invariant.integrations.training import Ranks
 
     rank = tp_group.rank()
     ranks = Ranks(tpi.Linear(4, 4, parallel_mode="column", tp_group=tp_group), None)

@@ -38,22 +38,25 @@ from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
-from ..checkpoint import load, save
 from ..checkpoint.full_state import full_state_dict
-from ..comm.collectives import Group, resolve_group
 from ..comm.wire import gather_objects
-from ..data_parallel.micro_batch_tree import resolve_dp_group
 from ..layers.grad_norm import clip_grad_norm_
-from .optimizers import check_optimizer
-from .ranks import Ranks
-from .steps import Step, generator_states, seeded, set_generator_states
+from ..optim import check
+from .training import (
+    GroupOrMesh,
+    Ranks,
+    Step,
+    dp_ranks,
+    generator_states,
+    seed_workers_alike,
+    seeded,
+    set_generator_states,
+)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -62,8 +65,8 @@ class Accelerator(accelerate.Accelerator):
     A step is that of one process: `num_processes` is 1, and `is_main_process` is accelerate's: rank 0 alone logs.
     `gather` and `reduce` are over the data parallel ranks, in their order, and take each value once, whatever the
     tensor parallel degree; in a loop over a loader that is not shared they return what they get, and after it they are
-    refused. Seed what shuffles alike on every rank: ranks compare the first batch of each model, and the order of a
-    shared loader's examples.
+    refused. Seed what shuffles alike on every rank: ranks compare the first batch of each model, and the first step of
+    each loop over a shared loader.
 
     Args:
         dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards, or parts of them by
@@ -75,30 +78,27 @@ class Accelerator(accelerate.Accelerator):
             torch.compile, split_batches and dispatch_batches; with data parallel ranks also use_stateful_dataloader and
             sync_with_dataloader=False. At `prepare`: groups or a fully_shard that do not fit the job
             (`Ranks`), or fully_shard of some of the models that are trained; a shared loader of unknown length, or
-            whose last step's batches are no multiple of the data parallel ranks; what `check_optimizer` of
-            optimizers.py refuses. When training begins: data parallel ranks with different parameters or buffers. At
-            the end of a step's backward: ranks whose optimizers have different rates, betas and the like.
+            whose last step's batches are no multiple of the data parallel ranks; what `tp_invariant.optim.check`
+            refuses. When training begins: data parallel ranks with different parameters or buffers. At the end of a
+            step's backward: ranks whose optimizers have different rates, betas and the like.
     """
 
     ranks: Ranks | None = None  # of the model; the Trainer sets it, and has a loop of its own
     flag_tensor: Any  # accelerate's own
     step: int
     step_loss: Tensor | None = None  # of the last step
-    _dp = resolve_group(None)
+    _dp = dp_ranks(None)
     _own_loop = False
     _cuts_iterable = True  # whether accelerate would know the size of an iterable dataset's last batch
     _read_last: _Loader | None = None  # which has given the last batch
 
-    def __init__(
-        self, *args: Any, dp_group: dist.ProcessGroup | DeviceMesh | Group | None = None, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, dp_group: GroupOrMesh = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._own_loop = True
-        if dp_group is not None:
-            self._dp = resolve_dp_group(dp_group)
+        self._dp = dp_ranks(dp_group)
         self.check_settings()
         self._trained: list[nn.Module] = []
-        self._step: Step | None = None
+        self._current_step: Step | None = None
         self._local = 0  # this rank's micro-batches in the step that was started; 0: none was
         self._steps = 0  # that were finished, and the forwards of the current micro-batch
         self._forwards = 0
@@ -106,32 +106,24 @@ class Accelerator(accelerate.Accelerator):
 
     def check_settings(self) -> None:
         """Raises: ValueError: what this class cannot honour, by arguments, accelerate's config or the environment."""
-        plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
-        for name in plugins:
-            if getattr(self.state, name, None) is not None:
+        for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"):
+            if (getattr(self, name, None) or getattr(self.state, name, None)) is not None:
                 raise ValueError(
-                    f"{name} is set: only tensor parallelism is supported, without a plugin; of FSDP2 call fully_shard "
+                    f"{name} is set: only tensor parallelism is supported, by parallelize; of FSDP2 call fully_shard "
                     "on the model before prepare"
                 )
-        if getattr(self, "parallelism_config", None) is not None:
-            raise ValueError("parallelism_config is set: parallelize says over which ranks the model is sharded")
         if self.mixed_precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision={self.mixed_precision!r} is not supported: choose 'no' or 'bf16'")
         if str(self.state.dynamo_plugin.backend).rpartition(".")[2] != "NO":
             raise ValueError("torch.compile by accelerate is not supported: compile the model's layers yourself")
-        if self.split_batches or self.dispatch_batches:
-            raise ValueError(
-                f"split_batches={self.split_batches}, dispatch_batches={self.dispatch_batches}: every rank reads whole "
-                "batches; leave both out"
-            )
+        of_loaders: dict[str, Any] = {"split_batches": self.split_batches, "dispatch_batches": self.dispatch_batches}
         if self._dp.size > 1:
-            for name, value, only in (
-                ("use_stateful_dataloader", self.use_stateful_dataloader, False),
-                ("sync_with_dataloader", self.gradient_state.sync_with_dataloader, True),
-            ):
-                if value != only:
-                    raise ValueError(f"{name}={value} with {self._dp.size} data parallel ranks: only {only}")
+            of_loaders["use_stateful_dataloader"] = self.use_stateful_dataloader
+            of_loaders["sync_with_dataloader=False, that is"] = not self.gradient_state.sync_with_dataloader
             _ = self.micro_batches_of_rank
+        for name, value in of_loaders.items():
+            if value:
+                raise ValueError(f"{name}={value} is not supported: every rank reads whole batches; leave it out")
         self._cuts_iterable = self.dispatch_batches is None
         self.dataloader_config.dispatch_batches = False  # None would be True for iterable datasets
 
@@ -149,22 +141,20 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Autocast alone: accelerate wraps no model that is for evaluation."""
+        ranks = Ranks(model, self._dp) if self._own_loop else self.ranks
+        assert ranks is not None
         if self.ranks is None:
-            self.ranks = Ranks(model, self._dp if self._dp.size > 1 else None)
-            if self.state.num_processes not in (1, self.ranks.size):
-                raise ValueError(
-                    f"the job has {self.state.num_processes} ranks, the model is sharded over {self.ranks.tp.size}, "
-                    f"and dp_group has {self._dp.size}: give dp_group, the ranks that hold the same shards as this one"
-                )
-            self._seed = self.ranks.gather(torch.initial_seed())[0]
-            self._compare_first(model, self.ranks)
+            self.ranks = ranks
+            ranks.check_job(self.state.num_processes)
+            self._seed = ranks.gather(torch.initial_seed())[0]
+            self._compare_first(model, ranks)
         if self._own_loop and not evaluation_mode:
-            if Ranks(model, self._dp if self._dp.size > 1 else None).fully_sharded != self.ranks.fully_sharded:
+            if ranks.fully_sharded != self.ranks.fully_sharded:
                 raise ValueError(
-                    f"fully_shard has sharded some of the prepared models and not others, on rank {self.ranks.index}: "
+                    f"fully_shard has sharded some of the prepared models and not others, on rank {ranks.index}: "
                     "shard all that are trained, or none"
                 )
-            self._step = None
+            self._current_step = None
             self._trained.append(model)
             self._seed_forwards(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -195,7 +185,7 @@ class Accelerator(accelerate.Accelerator):
         model.register_forward_hook(end, always_call=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
-        check_optimizer(getattr(optimizer, "optimizer", optimizer))
+        check(getattr(optimizer, "optimizer", optimizer))
         return super().prepare_optimizer(optimizer, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -210,16 +200,12 @@ class Accelerator(accelerate.Accelerator):
         shared: data parallel ranks get their parts of each step, of which every rank reads all; False, for
             evaluation: every rank gets all batches.
         """
-        seed = getattr(data_loader, "worker_init_fn", None)
-        if isinstance(seed, functools.partial) and "rank" in seed.keywords:  # transformers' own
-            data_loader.worker_init_fn = functools.partial(seed, rank=0)
+        seed_workers_alike(data_loader)
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         if isinstance(prepared, _Loader):
             return prepared
         counting = _Loader.of(prepared, self, shared and self._dp.size > 1)
-        if counting.shared:
-            # a DataLoader does not let it be set by its name
-            vars(prepared.base_dataloader)["batch_sampler"] = _Compared(self, counting)
+        counting.check_shares()
         self._dataloaders[self._dataloaders.index(prepared)] = counting
         return counting
 
@@ -239,7 +225,7 @@ class Accelerator(accelerate.Accelerator):
         return _Loader.of(skipped, self, shared)
 
     def free_memory(self, *objects: Any) -> Any:
-        self._step, self._trained = None, []
+        self._current_step, self._trained = None, []
         return super().free_memory(*objects)
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -264,9 +250,9 @@ class Accelerator(accelerate.Accelerator):
 
     def _started(self) -> Step:
         """The current step, which is started with as many micro-batches as it will have."""
-        if self._step is None:
+        if self._current_step is None:
             assert self.ranks is not None
-            self._step, self._local = Step(self.ranks, list(self._trained)), 0
+            self._current_step, self._local = Step(self.ranks, list(self._trained)), 0
         if not self._local:
             left: int | None = getattr(self.gradient_state.active_dataloader, "left", None)
             self._local = self.micro_batches_of_rank
@@ -274,8 +260,8 @@ class Accelerator(accelerate.Accelerator):
                 self._local = min(self._local, left)
             if self.gradient_accumulation_steps > 1:
                 self._check_zeroed()
-            self._step.start(self._local * self._dp.size)
-        return self._step
+            self._current_step.start(self._local * self._dp.size)
+        return self._current_step
 
     def _check_zeroed(self) -> None:
         """What .grad holds before a step would be added on every data parallel rank."""
@@ -317,7 +303,7 @@ class Accelerator(accelerate.Accelerator):
             )
         step.add(loss, num_items)
         if self.sync_gradients:
-            self.ranks.check_hyperparameters(self._optimizers, loss.device)
+            self.ranks.check_hyperparameters(self._optimizers)
             self.step_loss = step.finish()
             self._local = 0
             self._steps += 1
@@ -395,10 +381,10 @@ class Accelerator(accelerate.Accelerator):
     def check_trigger(self) -> bool:
         """Whether `set_trigger` was called on any rank, on every rank alike. A collective."""
         own = bool(self.flag_tensor is not None and self.flag_tensor.item() >= 1)
-        found = own if self.ranks is None else any(self.ranks.gather(own))
-        if found:
+        triggered = own if self.ranks is None else any(self.ranks.gather(own))
+        if triggered:
             self.flag_tensor = torch.tensor(0, device=self.device)
-        return found
+        return triggered
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -429,12 +415,7 @@ class Accelerator(accelerate.Accelerator):
             "steps": [self._steps, self._seed],
             "random states": generator_states(self.device),
         }
-
-        def write() -> None:
-            if ranks.saves:
-                save(output_dir, model, optimizer, extra=extra, group=ranks.holders)
-
-        ranks.run(f"saving {output_dir}", write)
+        ranks.save(output_dir, model, optimizer, extra)
 
     def load_state(self, input_dir: Any = None) -> None:
         """Reads what `save_state` has written at any degree, into objects that were prepared in the same order.
@@ -443,16 +424,13 @@ class Accelerator(accelerate.Accelerator):
             ValueError: as for `save_state`; another number of schedulers, registered objects or loaders.
         """
         ranks, model, optimizer = self._to_save("load_state", input_dir)
-        extra = ranks.run(f"loading {input_dir}", lambda: load(input_dir, model, optimizer, group=ranks.holders))
-        found = {"schedulers": self._schedulers, "objects": self._custom_objects, "epochs": self._dataloaders}
-        for name, own in found.items():
+        extra = ranks.load(input_dir, model, optimizer)
+        prepared = {"schedulers": self._schedulers, "objects": self._custom_objects, "epochs": self._dataloaders}
+        for name, own in prepared.items():
             if len(own) != len(extra[name]):
                 raise ValueError(f"{input_dir} has {len(extra[name])} {name}, and {len(own)} were prepared")
-        own, states = [*self._schedulers, *self._custom_objects], [*extra["schedulers"], *extra["objects"]]
-        for restored, state in zip(own, states, strict=True):
-            restored.load_state_dict(state)
-        for loader, epoch in zip(self._dataloaders, extra["epochs"], strict=True):
-            loader.set_epoch(epoch)
+            for restored, state in zip(own, extra[name], strict=True):
+                restored.set_epoch(state) if name == "epochs" else restored.load_state_dict(state)
         self._local = 0
         self._steps, self._seed = extra["steps"]
         set_generator_states(extra["random states"], self.device)
@@ -472,18 +450,12 @@ class Accelerator(accelerate.Accelerator):
                 f"is for one model and one optimizer, and {len(self._models)} and {len(self._optimizers)} were "
                 "prepared: take tp_invariant.checkpoint.save and .load for each, with the optimizer's .optimizer"
             )
-        elif self._local and self._step is not None and self._step.added:
+        elif self._local and self._current_step is not None and self._current_step.added:
             problem = "was called inside of a step: call it where sync_gradients is True, after the optimizer's step"
         if problem is not None or self.ranks is None:
             raise ValueError(f"{what}({folder!r}) {problem}")
         optimizer = self._optimizers[0].optimizer if self._optimizers else None
         return self.ranks, self.unwrap_model(self._models[0]), optimizer
-
-    def save_model(self, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError(
-            "save_model would write each rank's shards as if they were whole: use the model's own save_pretrained, or "
-            "tp_invariant.full_state_dict"
-        )
 
 
 class _Loader(DataLoaderShard):
@@ -503,6 +475,21 @@ class _Loader(DataLoaderShard):
         loader.__dict__.update(vars(prepared), accelerator=accelerator, shared=shared, left=None)
         return loader
 
+    def check_shares(self) -> None:
+        """Raises: ValueError: the loader is shared and of unknown length, or its last step cannot be shared evenly."""
+        if not self.shared:
+            return
+        try:
+            batches = super().__len__()
+        except TypeError:
+            raise ValueError(
+                f"a loader of {type(self.dataset).__name__} on rank {self.accelerator._dp.rank} of dp_group has no "
+                "known length, so that its batches cannot be shared between data parallel ranks: give one of a dataset "
+                "with a length; or share its examples yourself, the same number of batches on every rank, and call "
+                "prepare_data_loader(loader, shared=False)"
+            ) from None
+        self.share(batches % self.accelerator.gradient_accumulation_steps)
+
     def __len__(self) -> int:
         return super().__len__() // (self.accelerator._dp.size if self.shared else 1)
 
@@ -521,12 +508,14 @@ class _Loader(DataLoaderShard):
             yield batch
 
     def _own(self) -> Iterator[Any]:
-        batches, left = super().__iter__(), super().__len__()
+        batches, left, ranks = super().__iter__(), super().__len__(), self.accelerator.ranks
+        first = True
         while left > 0:
             size = min(left, self.accelerator.gradient_accumulation_steps)
-            mine = self.share(size)
-            own = [batch for number, batch in enumerate(itertools.islice(batches, size)) if number in mine]
-            left -= size
+            step = list(itertools.islice(batches, size))
+            if first and ranks is not None:
+                ranks.check_batches(step)
+            own, left, first = [step[number] for number in self.share(size)], left - size, False
             for batch in own[:-1]:
                 self.end_of_dataloader = False  # accelerate has read the step's last batch, and would end here
                 yield batch
@@ -551,38 +540,3 @@ class _Loader(DataLoaderShard):
             return range(rank, size, ranks)  # as MicroBatchTree shares them
         own = size // ranks
         return range(rank * own, (rank + 1) * own)
-
-
-class _Compared:
-    """A loader's batch_sampler, whose first step is compared between the data parallel ranks.
-
-    Raises:
-        ValueError: a loader without one of known length; one whose steps cannot be shared evenly; when it is read: the
-            ranks' loaders have different orders.
-    """
-
-    def __init__(self, accelerator: Accelerator, loader: _Loader) -> None:
-        self.accelerator, self.batch_sampler = accelerator, loader.batch_sampler
-        try:
-            batches = len(self.batch_sampler)
-        except TypeError:
-            raise ValueError(
-                f"a loader of {type(loader.dataset).__name__} on rank {accelerator._dp.rank} of dp_group has no "
-                "batch_sampler of known length, so that its batches cannot be shared between data parallel ranks: give "
-                "one of a dataset with a length and a batch_size; or share its examples yourself, the same number of "
-                "batches on every rank, and call prepare_data_loader(loader, shared=False)"
-            ) from None
-        loader.share(batches % accelerator.gradient_accumulation_steps)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batch_sampler)
-        step = list(itertools.islice(batches, self.accelerator.gradient_accumulation_steps))
-        if step and self.accelerator.ranks is not None:
-            self.accelerator.ranks.check_batches(step)
-        yield from itertools.chain(step, batches)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batch_sampler, name)  # its sampler, whose epoch accelerate sets

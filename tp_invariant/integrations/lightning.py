@@ -36,28 +36,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ..checkpoint.full_optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
-from ..comm.collectives import Group, ranks_of, resolve_group
+from ..comm.collectives import ranks_of, resolve_group
 from ..comm.wire import gather_objects
-from ..data_parallel.micro_batch_tree import resolve_dp_group
 from ..layers.grad_norm import clip_grad_norm_
-from .optimizers import check_optimizer
-from .ranks import Ranks
-from .steps import Step, seeded
+from ..optim import check
+from .training import GroupOrMesh, Ranks, Step, dp_ranks, seed_workers_alike, seeded
 
 _rank_zero_only: Any = rank_zero.rank_zero_only  # its attribute `rank` says who logs
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "LearningRateFinder", "BatchSizeFinder")  # are refused
 
 
 class TensorParallelStrategy(SingleDeviceStrategy):
@@ -74,25 +71,24 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             precision other than 32-true, bf16-mixed and bf16-true; a model that is sharded over another group, or
             groups or a fully_shard that do not fit the job (`Ranks`); ranks whose batches or optimizers'
             hyperparameters differ; fewer micro-batches than data parallel ranks, or, of fully_shard, no multiple of
-            them; data parallel ranks with different parameters or buffers, or different values of a metric that another
-            hook than training_step has logged, manual optimization, a training_step that takes dataloader_iter or logs
-            a Metric of torchmetrics; a training_step that returns None; validation by a clock; callbacks that average
-            weights, of which this rank has parts, or that search for a rate or a batch size; an optimizer whose bits
-            depend on where a parameter is cut (or a TypeError).
+            them; data parallel ranks with different parameters or buffers, manual optimization, a training_step that
+            takes dataloader_iter or logs a Metric of torchmetrics; a training_step that returns None; validation by a
+            clock; callbacks that average weights, of which this rank has parts, or that search for a rate or a batch
+            size; what `tp_invariant.optim.check` refuses.
     """
 
     strategy_name = "tp_invariant"
 
     def __init__(
         self,
-        tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
+        tp_group: GroupOrMesh,
         device: torch.device | str | None = None,
         *,
-        dp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        dp_group: GroupOrMesh = None,
         **others: Any,
     ) -> None:
         self.group = resolve_group(tp_group)
-        self.dp = resolve_group(None) if dp_group is None else resolve_dp_group(dp_group)
+        self.dp = dp_ranks(dp_group)
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started not in (1, self.group.size * self.dp.size):
             raise ValueError(
@@ -106,7 +102,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         self.global_rank = self.dp.rank * self.group.size + self.group.rank
         self.step_loss: torch.Tensor | None = None  # of the last step
         self._ranks: Ranks | None = None
-        self._step: Step | None = None
+        self._current_step: Step | None = None
         self._seen = 0  # of the current step's micro-batches
         self._steps = 0  # before the current one
         self._seed = 0
@@ -145,74 +141,50 @@ class TensorParallelStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Any) -> None:
         module: Any = self._module()
-        self._ranks = Ranks(module, self.dp if self.dp.size > 1 else None)
-        self._step = None
+        self._ranks = Ranks(module, self.dp)
+        self._current_step = None
         self._seed = self._ranks.gather(torch.initial_seed())[0]
         if self._ranks.tp.size * self.group.size > 1 and ranks_of(self._ranks.tp) != ranks_of(self.group):
             raise ValueError(
                 f"the model is sharded over the ranks {ranks_of(self._ranks.tp)}, and the strategy's tp_group has "
                 f"{ranks_of(self.group)}: give parallelize and TensorParallelStrategy the same group"
             )
-        plugin = self.precision_plugin
-        if plugin.precision not in _PRECISIONS:
-            raise ValueError(
-                f"Trainer(precision={plugin.precision!r}) on rank {self.global_rank} is not supported: choose one of "
-                f"{', '.join(_PRECISIONS)}"
-            )
-        if self.dp.size > 1 and not module.automatic_optimization:
-            raise ValueError(
-                f"automatic_optimization=False on rank {self.global_rank} with {self.dp.size} data parallel ranks is "
-                "not supported: write the loop with tp_invariant.data_parallel.MicroBatchTree"
-            )
-        if self.dp.size > 1 and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise ValueError(
-                f"training_step(dataloader_iter) on rank {self.global_rank} with {self.dp.size} data parallel ranks is "
-                "not supported, as every rank reads every batch: let it take the batch"
-            )
-        if self._ranks.size > 1 and trainer._val_check_time_interval is not None:
-            raise ValueError(
-                f"Trainer(val_check_interval=) of {trainer._val_check_time_interval} seconds on rank "
-                f"{self.global_rank} of {self._ranks.size} is not supported, as each rank has a clock of its own: give "
-                "a number of batches"
-            )
-        self._check_callbacks(trainer.callbacks, self._ranks)
+        self._check_settings(trainer, module)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _not_distributed  # each rank's has seen all that one process' has
-        if self.dp.size > 1:
-            others = [each for each in trainer.callbacks if not isinstance(each, _CompareMonitored)]
-            trainer.callbacks = [_CompareMonitored(self, self._ranks), *others]
-        plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin)  # type: ignore[method-assign]
+        plugin: Any = self.precision_plugin
+        plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin)
         super().setup(trainer)
 
-    def _check_callbacks(self, callbacks: list[Any], ranks: Ranks) -> None:
-        """Raises: ValueError: callbacks that take a rank for the whole run."""
-        cut = self.group.size > 1 or ranks.fully_sharded or ranks.experts_over_data
-        averages = "it would write this rank's parts of averaged weights: average checkpoints of the whole model"
-        own = "it goes by what this rank finds: run it on one, and give the other ranks its result"
-        refused = {
-            "StochasticWeightAveraging": averages if cut else "",
-            "WeightAveraging": averages if cut else "",
-            "LearningRateFinder": own if self.dp.size > 1 else "",
-            "BatchSizeFinder": own if ranks.size > 1 else "",
-        }
-        for callback in callbacks:
-            for kind in type(callback).__mro__:
-                if reason := refused.get(kind.__name__):
-                    raise ValueError(
-                        f"{kind.__name__} on rank {self.global_rank}, with {self.group.size} tensor parallel and "
-                        f"{self.dp.size} data parallel ranks, is not supported: {reason}"
-                    )
+    def _check_settings(self, trainer: Any, module: Any) -> None:
+        """Raises: ValueError: see the class."""
+        refused, several = [], self.group.size * self.dp.size > 1
+        if self.precision_plugin.precision not in _PRECISIONS:
+            refused.append((f"Trainer(precision={self.precision_plugin.precision!r})", f"choose one of {_PRECISIONS}"))
+        if self.dp.size > 1 and not module.automatic_optimization:
+            refused.append(("automatic_optimization=False", "write the loop with data_parallel.MicroBatchTree"))
+        if self.dp.size > 1 and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            refused.append(("training_step(dataloader_iter)", "every rank reads every batch: let it take the batch"))
+        if several and trainer._val_check_time_interval is not None:
+            refused.append(("val_check_interval by a clock", "each rank has one of its own: give a number of batches"))
+        kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+        for name in _CALLBACKS if several else ():
+            if name in kinds:
+                refused.append((name, "it would go by this rank's part of the model, or by what this rank finds"))
+        for what, advice in refused:
+            raise ValueError(
+                f"{what} on rank {self.global_rank}, with {self.group.size} tensor parallel and {self.dp.size} data "
+                f"parallel ranks, is not supported: {advice}"
+            )
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            check_optimizer(optimizer)
+            check(getattr(optimizer, "_optimizer", optimizer))
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        seed = getattr(dataloader, "worker_init_fn", None)
-        if isinstance(seed, functools.partial) and "rank" in seed.keywords:  # Lightning's own
-            dataloader.worker_init_fn = functools.partial(seed, rank=0)
+        seed_workers_alike(dataloader)
         return dataloader
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -222,13 +194,13 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         module, ranks = self._module(), self._ranks
         assert ranks is not None
         if not module.automatic_optimization:
-            if self._step is None:
-                self._step = Step(ranks, [module])
-                ranks.check_step([args, options], self.optimizers)
+            if self._current_step is None:
+                self._current_step = Step(ranks, [module])
+                self._compare(ranks, args, options)
             return super().training_step(*args, **options)
         step, index = self._current(ranks)
         if index == 0:
-            ranks.check_step([args, options], self.optimizers)
+            self._compare(ranks, args, options)
             self._logged = []
         self._seen = index + 1
         due, output = step.due(index, (args, options)), None
@@ -248,6 +220,10 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             if self.ends_step:
                 self._log_in_order()
         return output
+
+    def _compare(self, ranks: Ranks, args: Any, options: Any) -> None:
+        ranks.check_batches([args, options])
+        ranks.check_hyperparameters(self.optimizers)
 
     @contextlib.contextmanager
     def _log_kept(self, number: int, batch: Any) -> Iterator[None]:
@@ -286,30 +262,16 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                 module.log = own
 
     def _log_in_order(self) -> None:
-        """Logs what the step's micro-batches have logged on any data parallel rank, as one process. A collective.
-
-        Raises:
-            ValueError: ranks whose metrics so far differ, since another hook than training_step has logged what a
-                rank's own micro-batches gave.
-        """
+        """Logs what the step's micro-batches have logged on any data parallel rank, as one process. A collective."""
         module: Any = self._module()
-        metrics = {name: repr(value.tolist()) for name, value in module.trainer.callback_metrics.items()}
         own = [
             (number, tuple(_moved(value, "cpu") for value in args), {k: _moved(v, "cpu") for k, v in options.items()})
             for number, args, options in self._logged
         ]
-        found = gather_objects((own, metrics, self._stops), self.dp)
+        everyone = gather_objects((own, self._stops), self.dp)
         # set by the module for a micro-batch of one rank: all go on to the step's end
-        self._stops, module.trainer.should_stop = False, any(stops for *_, stops in found)
-        for name in sorted({name for _, metrics, _ in found for name in metrics}):
-            values = [metrics.get(name, "none") for _, metrics, _ in found]
-            if len(set(values)) > 1:
-                raise ValueError(
-                    f"the metric {name!r} is {', '.join(values)} on the data parallel ranks 0 to {self.dp.size - 1}: "
-                    "a hook of a micro-batch (on_after_backward, say) runs on one of them. Log it in training_step, "
-                    "which is gathered, or log what is the same on all"
-                )
-        logged = itertools.chain.from_iterable(logged for logged, *_ in found)
+        self._stops, module.trainer.should_stop = False, any(stops for _, stops in everyone)
+        logged = itertools.chain.from_iterable(logged for logged, _ in everyone)
         for _, args, options in sorted(logged, key=lambda numbered: numbered[0]):
             args = tuple(_moved(value, self.root_device) for value in args)
             module.log(*args, **{name: _moved(value, self.root_device) for name, value in options.items()})
@@ -317,49 +279,46 @@ class TensorParallelStrategy(SingleDeviceStrategy):
     @property
     def ends_step(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        return self._step is not None and self._seen == self._step.micro_batches
+        return self._current_step is not None and self._seen == self._current_step.micro_batches
 
     def _current(self, ranks: Ranks) -> tuple[Step, int]:
         """The current step, which its first micro-batch starts, and the micro-batch's index in it."""
         trainer: Any = self._module().trainer
         steps, before = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-        if self._step is None:
-            self._step = Step(ranks, [self._module()])
+        if self._current_step is None:
+            self._current_step = Step(ranks, [self._module()])
         if before % steps == 0:
-            if steps < self.dp.size:
-                raise ValueError(
-                    f"accumulate_grad_batches={steps} on rank {self.global_rank}, and dp_group has {self.dp.size} "
-                    "ranks: it is the number of micro-batches in a step of all data parallel ranks together, and must "
-                    "be at least as many"
-                )
-            assert self._ranks is not None
+            ranks.check_accumulation("accumulate_grad_batches", steps)
             if trainer.num_training_batches < float("inf"):
-                self._ranks.check_shared(trainer.num_training_batches % steps, "an epoch's last step has")
+                ranks.check_shared(trainer.num_training_batches % steps, "an epoch's last step has")
             left = trainer.num_training_batches - before  # inf for a loader without a length
-            self._step.start(min(steps, left))
+            self._current_step.start(min(steps, left))
             self._steps = trainer.global_step
-        return self._step, before % steps
+        return self._current_step, before % steps
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         loss = super().backward(closure_loss, optimizer, *args, **options)
         if self._module().automatic_optimization:
-            assert self._step is not None
+            assert self._current_step is not None
             trainer: Any = self._module().trainer
-            short = self._step.micro_batches < trainer.accumulate_grad_batches
+            short = self._current_step.micro_batches < trainer.accumulate_grad_batches
             # Lightning has divided it by the number of an epoch's other steps
-            self._step.add(loss * trainer.accumulate_grad_batches / self._step.micro_batches if short else loss)
+            self._current_step.add(
+                loss * trainer.accumulate_grad_batches / self._current_step.micro_batches if short else loss
+            )
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **options: Any) -> Any:
         def whole_step() -> Any:
             result = closure()
-            assert self._step is not None
-            if self._seen < self._step.micro_batches:
+            step = self._current_step
+            assert step is not None
+            if self._seen < step.micro_batches:
                 raise ValueError(
-                    f"the loader ended after {self._seen} of a step's {self._step.micro_batches} micro-batches on rank "
+                    f"the loader ended after {self._seen} of a step's {step.micro_batches} micro-batches on rank "
                     f"{self.global_rank}: give one whose length is known, or a multiple of a step's batches"
                 )
-            self.step_loss = self._step.finish()
+            self.step_loss = step.finish()
             return result
 
         automatic = self._module().automatic_optimization
@@ -396,43 +355,6 @@ class TensorParallelStrategy(SingleDeviceStrategy):
     def _module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-class _CompareMonitored(Callback):
-    """Before other callbacks and schedules act on a metric, compares it between ranks.
-
-    Raises:
-        ValueError: on every rank: they have different values of it.
-    """
-
-    def __init__(self, strategy: TensorParallelStrategy, ranks: Ranks) -> None:
-        self.strategy, self.ranks = strategy, ranks
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if self.strategy.ends_step:
-            self._compare(trainer)
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self._compare(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self._compare(trainer)
-
-    def _compare(self, trainer: Any) -> None:
-        monitored = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
-        monitored |= {config.monitor for config in self.strategy.lr_scheduler_configs if config.reduce_on_plateau}
-        if monitored <= {None}:
-            return
-        metrics = trainer.callback_metrics
-        self.ranks.check_alike(
-            {
-                f"the metric {name!r}, which is monitored": repr(metrics[name].tolist())
-                for name in sorted(metrics)
-                if name in monitored
-            },
-            "Log it in training_step or validation_step, or log `trainer.strategy.step_loss`, which is the same on "
-            "every rank: a hook like on_train_batch_end gets this rank's micro-batches alone",
-        )
 
 
 def _not_distributed() -> bool:

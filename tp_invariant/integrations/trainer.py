@@ -36,23 +36,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..checkpoint import load, save
 from ..checkpoint.full_state import entry_of, full_state_dict
-from ..comm.collectives import Group
 from ..diagnostics.digest_log import DigestLog
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
-from .ranks import Ranks
-from .steps import Step, generator_states, seeded, set_generator_states
+from .training import GroupOrMesh, Ranks, Step, generator_states, seeded, set_generator_states
 from .trl import Measurements, check_trl
 
 FOLDER = "tp_invariant"  # in a checkpoint of transformers'
@@ -180,7 +175,7 @@ class Trainer(transformers.Trainer):
         model: nn.Module,
         args: transformers.TrainingArguments | None = None,
         *positional: Any,
-        dp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        dp_group: GroupOrMesh = None,
         **others: Any,
     ) -> None:
         if not isinstance(model, nn.Module) or others.get("model_init") is not None:
@@ -251,7 +246,8 @@ class Trainer(transformers.Trainer):
                 differ; a dataset without a length ended inside a step.
         """
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.ranks.check_step(samples, [self.optimizer])
+        self.ranks.check_batches(samples)
+        self.ranks.check_hyperparameters([self.optimizer])
         if 0 < len(samples) < num_batches:
             raise ValueError(
                 f"the dataset ended after {len(samples)} of a step's {num_batches} micro-batches on rank "
@@ -381,15 +377,9 @@ class Trainer(transformers.Trainer):
         self.ranks.run(f"saving {folder}", write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        path = Path(output_dir) / FOLDER
-
-        def write() -> None:
-            if self.ranks.saves:
-                assert self.lr_scheduler is not None
-                extra = {"scheduler": self.lr_scheduler.state_dict(), "rng": generator_states(self.args.device)}
-                save(path, self.model, _unwrapped(self.optimizer), extra=extra, group=self.ranks.holders)
-
-        self.ranks.run(f"saving {path}", write)
+        assert self.lr_scheduler is not None
+        extra = {"scheduler": self.lr_scheduler.state_dict(), "rng": generator_states(self.args.device)}
+        self.ranks.save(Path(output_dir) / FOLDER, self.model, _unwrapped(self.optimizer), extra)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """They are in this library's checkpoint."""
@@ -410,8 +400,7 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        path, optimizer = Path(checkpoint) / FOLDER, _unwrapped(self.optimizer)
-        extra = self.ranks.run(f"loading {path}", lambda: load(path, self.model, optimizer, group=self.ranks.holders))
+        extra = self.ranks.load(Path(checkpoint) / FOLDER, self.model, _unwrapped(self.optimizer))
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(extra["scheduler"])
         self._rng = extra["rng"]
@@ -421,8 +410,7 @@ class Trainer(transformers.Trainer):
             set_generator_states(self._rng, self.args.device)
 
     def _load_best_model(self) -> None:
-        path = Path(self.state.best_model_checkpoint or "") / FOLDER
-        self.ranks.run(f"loading {path}", lambda: load(path, self.model, group=self.ranks.holders))
+        self.ranks.load(Path(self.state.best_model_checkpoint or "") / FOLDER, self.model)
 
 
 def _own_arguments(
@@ -446,24 +434,14 @@ def _own_arguments(
             )
     facts = {f"TrainingArguments.{name}": repr(getattr(args, name)) for name in defaults if name not in _OWN}
     ranks.check_alike(facts, "Give the same on every rank")
-    steps = args.gradient_accumulation_steps
-    if steps < ranks.dp.size:
-        raise ValueError(
-            f"gradient_accumulation_steps={steps} on rank {ranks.index}, and dp_group has {ranks.dp.size} ranks: it "
-            "is the number of micro-batches in a step of all data parallel ranks together, and must be at least as many"
-        )
-    ranks.check_shared(steps, "gradient_accumulation_steps says")
+    ranks.check_accumulation("gradient_accumulation_steps", args.gradient_accumulation_steps)
+    ranks.check_shared(args.gradient_accumulation_steps, "gradient_accumulation_steps says")
     if args.load_best_model_at_end and args.save_only_model:
         raise ValueError(
             "load_best_model_at_end=True needs save_only_model=False: the model is read from the checkpoint"
         )
     args.device  # noqa: B018  # starts accelerate, which says how many processes it knows of
-    processes = PartialState().num_processes
-    if processes > 1 and processes != ranks.size:
-        raise ValueError(
-            f"the job has {processes} ranks, but the model is sharded over {ranks.tp.size}, and dp_group has "
-            f"{ranks.dp.size}: give dp_group, the ranks that hold the same shards as this one"
-        )
+    ranks.check_job(PartialState().num_processes)
     own = copy.copy(args)
     own.distributed_state = SimpleNamespace(
         num_processes=1, process_index=ranks.index, local_process_index=ranks.index, distributed_type=DistributedType.NO

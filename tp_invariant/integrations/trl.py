@@ -10,7 +10,7 @@ from torch import nn
 from ..comm.wire import gather_objects
 from ..core.dtensors import is_dtensor
 from ..layers.parameters import named_shard_specs
-from .ranks import Ranks
+from .training import Ranks
 
 
 def check_trl(kind: type, model: nn.Module, ranks: Ranks) -> None:

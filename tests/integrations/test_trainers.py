@@ -1,0 +1,121 @@
+"""transformers' Trainer, accelerate and Lightning with this library's models: the bits of one process, and its numbers.
+
+The same runs by each tool. What is of one of them alone: test_trainer.py, test_accelerate.py, test_lightning.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import SAVED, TOOLS, run_case, same
+
+from tp_invariant import testing
+from tp_invariant.diagnostics.diff import compare, read_log
+from tp_invariant.testing import assert_bitwise_equal
+
+DEGREES = ((2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh"), (2, 2, "group"))  # ranks, of which data parallel, shards
+
+
+def checkpoint_of(tool: str, folder: Path, step: int) -> Any:
+    """What a checkpoint holds, without times and versions."""
+    if tool == "accelerate":
+        return None  # this library's own, by which runs go on
+    if tool == "lightning":
+        whole = torch.load(folder / f"step={step}.ckpt", weights_only=False)
+        return {key: whole[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+    files = [folder / f"checkpoint-{step}" / name for name in ("model.safetensors", "config.json")]
+    return [file.read_bytes() for file in files if file.exists()] + [
+        file.read_bytes() for file in (folder / f"checkpoint-{step}").glob("adapter_model.safetensors")
+    ]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("evaluated", ["rows", "stream", "stream of known length"])
+def test_bits_and_every_number_that_is_reported(tool, evaluated, tmp_path):
+    """At every dp x tp, of an epoch's short last step and evaluations with a short last batch. The mode off is the
+    control of the bits, the stock tool on one process that of the values."""
+    options: dict[str, Any] = {"evaluated": evaluated}
+    (one,) = run_case(1, tool, tmp_path / "one", shards="group", **options)
+    degrees = DEGREES if evaluated == "rows" else DEGREES[2:3]
+    for ranks, dp, shards in degrees:
+        folder = tmp_path / f"{ranks} {dp}"
+        for got in run_case(ranks, tool, folder, dp=dp, shards=shards, **options):
+            assert_bitwise_equal(got, one)
+        assert_bitwise_equal(
+            [checkpoint_of(tool, folder, step) for step in (SAVED, 6)],
+            [checkpoint_of(tool, tmp_path / "one", step) for step in (SAVED, 6)],
+        )
+        if tool == "trainer":
+            text, alike = compare(*(read_log(str(each / "digests.log")) for each in (tmp_path / "one", folder)))
+            assert alike and text.endswith("identical for 6 steps, 0 to 5"), text
+    (theirs,) = run_case(1, tool, tmp_path / "theirs", library=False, **options)
+    same(one, theirs)
+    if evaluated == "rows":
+        (exact,) = run_case(1, tool, tmp_path / "exact", library=False, dtype=torch.float64, **options)
+        for column in (0, 1):
+            ours, single = (
+                max(abs(a[column] / b[column] - 1) for a, b in zip(x["steps"], exact["steps"], strict=True))
+                for x in (one, theirs)
+            )
+            assert ours <= max(4 * single, 1e-5), (ours, single)
+        assert one["steps"][-1][0] < one["steps"][0][0], "it trains"
+        off = [
+            run_case(ranks, tool, tmp_path / f"off {ranks} {dp}", dp=dp, shards="group", mode=False)[0]
+            for ranks, dp in ((1, 1), (4, 2))
+        ]
+        assert testing.digest(off[0]["parameters"]) != testing.digest(off[1]["parameters"]), "the control"
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int, str], ...]]] = {
+    "autocast and a worker": ({"autocast": True, "workers": 1, "steps": 4}, ((2, 1, "mesh"), (4, 2, "group"))),
+    "what is drawn": ({"draws": True, "steps": 4}, ((2, 2, "group"), (4, 2, "mesh"))),
+    "fully_shard": ({"rows": 16, "batch": 1}, ((4, 2, "fully"), (4, 4, "fully"))),
+    "fully_shard, drawn, autocast": (
+        {"rows": 16, "batch": 1, "draws": True, "autocast": True, "steps": 4},
+        ((2, 2, "fully"),),
+    ),
+    "experts": ({"rows": 16, "batch": 1, "experts": True, "steps": 4}, ((4, 2, "fully"), (2, 2, "group"))),
+    "adapters": ({"rows": 16, "batch": 1, "lora": True, "steps": 4}, ((4, 2, "mesh"), (2, 2, "fully"))),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(tool, variant, tmp_path):
+    options, degrees = VARIANTS[variant]
+    if options.get("lora"):
+        pytest.importorskip("peft", reason="the extra tp-invariant[peft] is not installed")
+    (one,) = run_case(1, tool, tmp_path / "one", shards="group", **options)
+    assert len(one["steps"]) >= 2
+    for ranks, dp, shards in degrees:
+        folder = tmp_path / f"{ranks} {dp}"
+        for got in run_case(ranks, tool, folder, dp=dp, shards=shards, **options):
+            assert_bitwise_equal(got, one)
+        assert_bitwise_equal(checkpoint_of(tool, folder, 4), checkpoint_of(tool, tmp_path / "one", 4))
+    (plain,) = run_case(1, tool, tmp_path / "plain", shards="group", **options | {"draws": False, "autocast": False})
+    changed = options.get("draws") or options.get("autocast")
+    assert (testing.digest(plain["parameters"]) != testing.digest(one["parameters"])) == bool(changed)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_run_goes_on_at_another_degree(tool, tmp_path):
+    """From inside of the second epoch, at 1, 2 x 2 and with fully_shard, to these and TP=2."""
+    options: dict[str, Any] = {"rows": 16, "batch": 1}
+    kinds = {"one": (1, 1, "group"), "four": (4, 2, "group"), "fully": (2, 2, "fully"), "two": (2, 1, "mesh")}
+    whole = {
+        name: run_case(kinds[name][0], tool, tmp_path / name, dp=kinds[name][1], shards=kinds[name][2], **options)[0]
+        for name in ("one", "four", "fully")
+    }
+    (rest,) = run_case(1, tool, tmp_path / "rest", shards="group", resume=str(tmp_path / "one"), **options)
+    if tool != "lightning":  # with which batches its runs go on is up to Lightning
+        assert rest["steps"] == whole["one"]["steps"][-len(rest["steps"]) :]
+        assert_bitwise_equal(rest["parameters"], whole["one"]["parameters"])
+    for first, then in (("one", "four"), ("four", "fully"), ("fully", "one"), ("four", "two")):
+        ranks, dp, shards = kinds[then]
+        resumed = dict(dp=dp, shards=shards, resume=str(tmp_path / first))
+        for got in run_case(ranks, tool, tmp_path / f"{first} {then}", **resumed, **options):
+            assert got["steps"] == rest["steps"]
+            assert_bitwise_equal(got["parameters"], rest["parameters"])
