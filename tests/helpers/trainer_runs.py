@@ -240,7 +240,7 @@ def by_accelerate(tp_group: Any, case: Case, folder: str, model: Any, tp: Any, d
     epoch = 1 if case.resume else 0
     if case.resume:
         made.load_state(f"{case.resume}/state")
-    # SAVED is one step after the first epoch's last
+    # SAVED is one step after the first epoch of three steps
     batches = made.skip_first_batches(loader, 4 // case.dp) if case.resume else loader
     missing = case.steps - SAVED if case.resume else case.steps
     while len(steps) < missing:

@@ -1,4 +1,4 @@
-"""accelerate without wrapping: the bits of one process at every tensor-parallel degree."""
+"""What is of accelerate alone: sums over tokens, loaders that draw, triggers, refusals. See test_trainers.py too."""
 
 from __future__ import annotations
 
@@ -7,150 +7,24 @@ from typing import Any
 from unittest import mock
 
 import accelerate
-import hf_models
 import pytest
 import torch
 from accelerate import state as accelerate_state
-from meshes import init_device_mesh, mesh_or_group, shard_fully
+from meshes import init_device_mesh
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from trainer_runs import reset
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal
 
 
-def examples(count: int = 20) -> list[dict[str, torch.Tensor]]:
-    ids = torch.randint(3, hf_models.VOCABULARY, (count, 16), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def loop(accelerator: Any, model: Any, steps: int = 10, count: int = 20) -> list[tuple[float, float]]:
-    """accelerate's loop, as its documents have it: shuffled batches of 2, four of them a step (an epoch's last step has
-    two), a schedule."""
-    torch.manual_seed(7)
-    loader = DataLoader(examples(count), batch_size=2, shuffle=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    prepared = accelerator.prepare(model, optimizer, loader, scheduler)
-    seen: list[tuple[float, float]] = []
-    while len(seen) < steps:
-        seen += epoch(accelerator, *prepared)
-    return seen[:steps]
-
-
-def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> list[tuple[float, float]]:
-    """Loss and norm of each step."""
-    seen, losses = [], []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            losses.append(loss.item())
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                seen.append((float(getattr(accelerator, "step_loss", sum(losses) / len(losses))), float(norm)))
-                losses = []
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    return seen
-
-
-def reset() -> None:
-    accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate_state.GradientState._reset_state()
-
-
-def build(dtype: torch.dtype = torch.float32, family: str = "llama") -> Any:
-    return hf_models.build(family, dtype, num_hidden_layers=1)
-
-
-def groups_of(tp_group: Any, kind: str, dp: int) -> tuple[Any, Any]:
-    """(what parallelize takes, dp_group) of the first ranks of the pool."""
-    if dp == 1:
-        return mesh_or_group(tp_group, kind), None
-    mesh = init_device_mesh("cpu", (dp, tp_group.size() // dp), mesh_dim_names=("dp", "tp"))
-    return mesh["tp"].get_group() if kind == "group" else mesh["tp"], mesh["dp"]
-
-
-def parallel(tp: Any, dp_group: Any, kind: str, experts: Any = None) -> Any:
-    """The model; kind "fully" is a mesh with fully_shard. experts: over which group, of a mixture of them."""
-    model = tpi.parallelize(build(family="llama" if experts is None else "mixtral"), tp, expert_parallel_group=experts)
-    if kind == "fully":
-        shard_fully(model, dp_group)
-    return model
-
-
-def ours(
-    tp_group: Any,
-    kind: str,
-    mode: bool,
-    dp: int = 1,
-    steps: int = 10,
-    count: int = 20,
-    over_all: bool = False,
-    **options: Any,
-) -> Any:
-    """over_all: a mixture's experts are divided over all ranks."""
-    from tp_invariant.integrations.accelerate import Accelerator
-
-    tp, dp_group = groups_of(tp_group, kind, dp)
-    try:
-        with tpi.set_tp_invariant_mode(mode):
-            experts = mesh_or_group(tp_group, "group" if kind == "group" else "mesh") if over_all else None
-            model = parallel(tp, dp_group, kind, experts)
-            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=dp_group, **options)
-            return loop(accelerator, model, steps, count), testing.full_parameters(model)
-    finally:
-        reset()
-
-
-def theirs(tp_group: Any, dtype: torch.dtype) -> Any:
-    try:
-        return loop(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4), build(dtype))
-    finally:
-        reset()
-
-
-def trained(tp_group: Any, kind: str, mode: bool, options: dict[str, Any]) -> Any:
-    return ours(tp_group, kind, mode, **options)
-
-
-@pytest.mark.parametrize(
-    "options, degrees",
-    [
-        ({}, [(2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh")]),
-        ({"mixed_precision": "bf16"}, [(4, 2, "group")]),
-        ({"count": 16}, [(4, 2, "fully"), (4, 4, "fully")]),  # steps of four micro-batches alone
-        ({"count": 16, "over_all": True, "steps": 3}, [(4, 2, "fully"), (2, 2, "group")]),
-    ],
-    ids=["float32", "bf16", "fully_shard", "experts"],
-)
-def test_ten_steps_have_the_bits_of_one_process(options, degrees):
-    (expected,) = run_ranks(trained, 1, "group", True, options)
-    for ranks, dp, kind in degrees:
-        for got in run_ranks(trained, ranks, kind, True, dict(options, dp=dp)):
-            assert_bitwise_equal(got, expected)
-    if not options:
-        exact, single = (run_ranks(theirs, 1, dtype)[0] for dtype in (torch.float64, torch.float32))
-        for column in (0, 1):
-            errors = [
-                max(abs(a[column] / b[column] - 1) for a, b in zip(x, exact, strict=True))
-                for x in (expected[0], single)
-            ]
-            assert errors[0] <= max(4 * errors[1], 1e-5), errors
-
-
-def test_with_the_mode_off_the_bits_depend_on_the_degree():
-    kinds = (1, 1, "group"), (2, 1, "group"), (4, 2, "group"), (4, 2, "fully")
-    one, two, *four = (run_ranks(trained, ranks, kind, False, dict(dp=dp, steps=2))[0] for ranks, dp, kind in kinds)
-    assert all(testing.digest(one) != testing.digest(found) for found in four)
-    assert len({testing.digest(found) for found in (one, two, *four)}) > 1
-
-
-# --- sums over tokens, dropout, checkpoints -------------------------------------------------------------------------
+def replicas(dp: int) -> Any:
+    """dp_group of the first ranks of the pool."""
+    return init_device_mesh("cpu", (dp,)) if dp > 1 else None
 
 
 class Weighted(torch.nn.Module):
@@ -178,7 +52,7 @@ def by_items(tp_group: Any, dtype: torch.dtype, dp: int, dropout: float) -> Any:
     try:
         model = Weighted().to(dtype)
         model.dropout.p = dropout
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=groups_of(tp_group, "group", dp)[1])
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dp_group=replicas(dp))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         torch.manual_seed(5)
@@ -262,7 +136,7 @@ def with_drawn_batches(tp_group: Any, dp: int, kind: str = "group", workers: int
     """Losses of two epochs, the first of which is gone on with after its first step; and what ranks gather."""
     from tp_invariant.integrations.accelerate import Accelerator
 
-    dp_group = groups_of(tp_group, kind, dp)[1]
+    dp_group = replicas(dp)
     try:
         model = Weighted()
         if kind == "fully":
@@ -299,68 +173,50 @@ def test_what_a_dataset_and_a_collator_draw_is_that_of_one_process():
             assert_bitwise_equal((got[0], got[2]), (losses, gathered))
 
 
-def stopped(tp_group: Any, kind: str, dp: int, folder: str, resume: bool) -> Any:
-    """Loss and norm of the steps of two epochs, whose second one is left after its second step, and saved; or of what
-    is left of them, and the parameters."""
-    from accelerate.utils import DataLoaderConfiguration
-
+def shared_and_gathered(tp_group: Any, dp: int) -> dict[str, list[Any]]:
+    """What is gathered of a shared loader's batches, the last of which has one row."""
     from tp_invariant.integrations.accelerate import Accelerator
 
-    tp, dp_group = groups_of(tp_group, kind, dp)
-    seedable = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     try:
-        with tpi.set_tp_invariant_mode(True):
-            model = parallel(tp, dp_group, kind)
-            accelerator = Accelerator(
-                cpu=True, gradient_accumulation_steps=4, dp_group=dp_group, dataloader_config=seedable
-            )
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-            counter = Counter()
-            accelerator.register_for_checkpointing(counter)
-            loader = DataLoader(examples(), batch_size=2, shuffle=True)
-            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-            if not resume:
-                seen = epoch(accelerator, model, optimizer, loader, scheduler)
-                counter.value = len(seen)
-                loader.set_epoch(1)
-                two_steps = (batch for _, batch in zip(range(8 // dp), loader, strict=False))
-                seen += epoch(accelerator, model, optimizer, two_steps, scheduler)
-                accelerator.save_state(folder)
-                return seen
-            accelerator.load_state(folder)
-            assert counter.value == 3
-            rest = accelerator.skip_first_batches(loader, 8 // dp)
-            seen = epoch(accelerator, model, optimizer, rest, scheduler)
-            loader.set_epoch(2)
-            return seen + epoch(accelerator, model, optimizer, loader, scheduler), testing.full_parameters(model)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dp_group=replicas(dp))
+        loader = accelerator.prepare(DataLoader(torch.arange(10.0), 3))
+        gathered: dict[str, list[Any]] = {"rows": [], "repeated": [], "objects": []}
+        for batch in loader:
+            gathered["rows"] += accelerator.gather_for_metrics(batch).tolist()
+            gathered["repeated"] += accelerator.gather_for_metrics((batch.mean().repeat(3), batch))[0].tolist()
+            gathered["objects"] += accelerator.gather_for_metrics([str(x) for x in batch.tolist()])
+        return {name: sorted(values) for name, values in gathered.items()}
     finally:
         reset()
 
 
-class Counter:
-    value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
+def test_a_short_last_batch_of_a_shared_loader():
+    (one,) = run_ranks(shared_and_gathered, 1, 1)
+    assert len(one["rows"]) == len(one["repeated"]) == len(one["objects"]) == 10
+    assert run_ranks(shared_and_gathered, 2, 2) == [one] * 2
 
 
-def test_a_run_goes_on_at_another_degree(tmp_path):
-    """save_state inside an epoch at 2 x 2 and at 1; load_state at 2, 2 x 2, 2 x 1 and 1; with fully_shard too."""
-    folders = {name: str(tmp_path / name) for name in ("four", "fully", "one")}
-    (first,) = run_ranks(stopped, 1, "group", 1, folders["one"], False)
-    assert_bitwise_equal(run_ranks(stopped, 4, "mesh", 2, folders["four"], False), [first] * 4)
-    assert_bitwise_equal(run_ranks(stopped, 4, "fully", 2, folders["fully"], False), [first] * 4)
-    (rest,) = run_ranks(stopped, 1, "group", 1, folders["one"], True)
-    assert len(first) == 5 and len(rest[0]) == 4
-    assert_bitwise_equal(run_ranks(stopped, 1, "group", 1, folders["four"], True), [rest])
-    assert_bitwise_equal(run_ranks(stopped, 2, "mesh", 1, folders["four"], True), [rest] * 2)
-    assert_bitwise_equal(run_ranks(stopped, 4, "group", 2, folders["one"], True), [rest] * 4)
-    assert_bitwise_equal(run_ranks(stopped, 1, "group", 1, folders["fully"], True), [rest])
-    assert_bitwise_equal(run_ranks(stopped, 2, "fully", 2, folders["four"], True), [rest] * 2)
+def saved(tp_group: Any, folder: Any) -> bool:
+    """Whether what get_state_dict returns, and what save_model writes, is the whole model."""
+    from tp_invariant.integrations.accelerate import Accelerator
+
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    before = {name: p.clone() for name, p in whole.state_dict().items()}
+    try:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(tpi.parallelize(whole, tp_group, {"0": "colwise", "1": "rowwise"}))
+        own = folder / str(tp_group.rank())
+        accelerator.save_model(model, own)
+        written = load_file(own / "model.safetensors")
+        return testing.digest([accelerator.get_state_dict(model), written]) == testing.digest([before, before])
+    finally:
+        reset()
+
+
+def test_state_dicts_and_files_are_of_the_whole_model(tmp_path):
+    for ranks in (1, 2):
+        assert run_ranks(saved, ranks, tmp_path) == [True] * ranks
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -380,13 +236,12 @@ def refusals(tp_group: Any) -> dict[str, str]:
             reset()
 
     def model() -> Any:
-        return tpi.parallelize(build(), tp_group)
+        return tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)
 
     def step_with_other_batches() -> None:
         prepared = Accelerator(cpu=True).prepare(model())
-        prepared(torch.full((1, 8), 3 + tp_group.rank()))
+        prepared(torch.full((1, 8), 3.0 + tp_group.rank()))
 
-    adafactor = torch.optim.Adafactor([torch.nn.Parameter(torch.ones(4, 4))])
     refused(
         "split",
         ValueError,
@@ -394,13 +249,12 @@ def refusals(tp_group: Any) -> dict[str, str]:
     )
     refused("compile", ValueError, lambda: Accelerator(cpu=True, dynamo_backend="eager"))
     refused("state", ValueError, lambda: Accelerator(cpu=True).save_state("folder"))
-    refused("save_model", NotImplementedError, lambda: Accelerator(cpu=True).save_model(model(), "folder"))
-    refused("optimizer", TypeError, lambda: Accelerator(cpu=True).prepare(adafactor))
+    refused("optimizer", TypeError, lambda: Accelerator(cpu=True).prepare(torch.optim.Adafactor(model().parameters())))
     refused("batches", ValueError, step_with_other_batches)
     rank = str(tp_group.rank())
     started = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(torch.distributed.get_world_size()), LOCAL_WORLD_SIZE="2")
     with mock.patch.dict(os.environ, started):
-        part = tpi.parallelize(build(), None)
+        part = torch.nn.Linear(8, 8)
         refused("part of the job", ValueError, lambda: Accelerator(cpu=True).prepare(part))
     return said
 
@@ -410,8 +264,7 @@ def test_what_is_refused():
     assert said["split"].startswith("split_batches=True")
     assert said["compile"].startswith("torch.compile by accelerate is not supported")
     assert "tp_invariant.checkpoint.save" in said["state"]
-    assert "save_pretrained" in said["save_model"]
-    assert said["optimizer"].startswith("Adafactor on rank 0 is not known")
+    assert said["optimizer"].startswith("Adafactor of a shard")
     assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
     assert "ranks, the model is sharded over 1, and dp_group has 1: give dp_group" in said["part of the job"]
 
@@ -421,7 +274,7 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
 
     from tp_invariant.integrations.accelerate import Accelerator
 
-    dp_group, rank = groups_of(tp_group, "group", 2)[1], torch.distributed.get_rank()
+    dp_group, rank = replicas(2), torch.distributed.get_rank()
     said = {}
 
     def made(steps: int = 4, **options: Any) -> Any:
@@ -517,9 +370,9 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
 def test_what_is_refused_of_data_parallel_ranks():
     said = run_ranks(refusals_of_data_parallel_ranks, 2)[0]
     assert said["steps"].startswith("gradient_accumulation_steps=3 on rank 0 of dp_group, which has 2 ranks")
-    assert said["plugin"].startswith("sync_with_dataloader=False with 2 data parallel ranks")
+    assert said["plugin"].startswith("sync_with_dataloader=False")
     assert said["odd"].startswith("an epoch's last step has 3 batches on rank 0 of dp_group")
-    assert said["length"].startswith("a loader of Endless on rank 0 of dp_group has no batch_sampler of known length")
+    assert said["length"].startswith("a loader of Endless on rank 0 of dp_group has no known length")
     assert "different values of 0.weight when training begins" in said["replicas"]
     assert "different values of 1.running_mean after a step's forwards" in said["buffers"]
     assert said["order"].startswith("the 2 ranks differ in the batches of a step")
@@ -540,7 +393,7 @@ def as_a_launcher_says(tp_group: Any) -> tuple[float, bool, list[int]]:
         accelerator = Accelerator(cpu=True)
         for state in (accelerate_state.PartialState, accelerate_state.AcceleratorState):
             state._shared_state["num_processes"] = tp_group.size()
-        model = tpi.parallelize(build(), tp_group)
+        model = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)

@@ -16,7 +16,7 @@ from tp_invariant import testing
 from tp_invariant.diagnostics.diff import compare, read_log
 from tp_invariant.testing import assert_bitwise_equal
 
-DEGREES = ((2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh"), (2, 2, "group"))  # ranks, of which data parallel, shards
+DEGREES = ((2, 1, "mesh"), (4, 1, "group"), (4, 2, "mesh"))  # ranks, of which data parallel, shards
 
 
 def checkpoint_of(tool: str, folder: Path, step: int) -> Any:
@@ -70,15 +70,14 @@ def test_bits_and_every_number_that_is_reported(tool, evaluated, tmp_path):
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int, str], ...]]] = {
-    "autocast and a worker": ({"autocast": True, "workers": 1, "steps": 4}, ((2, 1, "mesh"), (4, 2, "group"))),
-    "what is drawn": ({"draws": True, "steps": 4}, ((2, 2, "group"), (4, 2, "mesh"))),
-    "fully_shard": ({"rows": 16, "batch": 1}, ((4, 2, "fully"), (4, 4, "fully"))),
-    "fully_shard, drawn, autocast": (
-        {"rows": 16, "batch": 1, "draws": True, "autocast": True, "steps": 4},
-        ((2, 2, "fully"),),
-    ),
+    "autocast and a worker": ({"autocast": True, "workers": 1, "steps": 4}, ((4, 2, "group"),)),
+    "fully_shard": ({"rows": 16, "batch": 1, "steps": 4}, ((4, 2, "fully"), (4, 4, "fully"))),
+    "what is drawn": ({"rows": 16, "batch": 1, "draws": True, "steps": 4}, ((2, 2, "group"), (2, 2, "fully"))),
     "experts": ({"rows": 16, "batch": 1, "experts": True, "steps": 4}, ((4, 2, "fully"), (2, 2, "group"))),
-    "adapters": ({"rows": 16, "batch": 1, "lora": True, "steps": 4}, ((4, 2, "mesh"), (2, 2, "fully"))),
+    "adapters and autocast": (
+        {"rows": 16, "batch": 1, "lora": True, "autocast": True, "steps": 4},
+        ((4, 2, "mesh"), (2, 2, "fully")),
+    ),
 }
 
 
@@ -95,15 +94,15 @@ def test_variants(tool, variant, tmp_path):
         for got in run_case(ranks, tool, folder, dp=dp, shards=shards, **options):
             assert_bitwise_equal(got, one)
         assert_bitwise_equal(checkpoint_of(tool, folder, 4), checkpoint_of(tool, tmp_path / "one", 4))
-    (plain,) = run_case(1, tool, tmp_path / "plain", shards="group", **options | {"draws": False, "autocast": False})
-    changed = options.get("draws") or options.get("autocast")
-    assert (testing.digest(plain["parameters"]) != testing.digest(one["parameters"])) == bool(changed)
+    if variant in ("autocast and a worker", "what is drawn"):
+        plain = run_case(1, tool, tmp_path / "plain", shards="group", **options | {"draws": False, "autocast": False})
+        assert testing.digest(plain[0]["parameters"]) != testing.digest(one["parameters"]), "it has an effect"
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_run_goes_on_at_another_degree(tool, tmp_path):
     """From inside of the second epoch, at 1, 2 x 2 and with fully_shard, to these and TP=2."""
-    options: dict[str, Any] = {"rows": 16, "batch": 1}
+    options: dict[str, Any] = {"rows": 12, "batch": 1}
     kinds = {"one": (1, 1, "group"), "four": (4, 2, "group"), "fully": (2, 2, "fully"), "two": (2, 1, "mesh")}
     whole = {
         name: run_case(kinds[name][0], tool, tmp_path / name, dp=kinds[name][1], shards=kinds[name][2], **options)[0]
