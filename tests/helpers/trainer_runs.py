@@ -206,11 +206,12 @@ def by_trainer(tp_group: Any, case: Case, folder: str, model: Any, tp: Any, dp_g
     state = json.loads((Path(folder) / f"checkpoint-{case.steps}" / "trainer_state.json").read_text())
     state = {name: value for name, value in state.items() if name != "stateful_callbacks"}
     state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
+    visible = predicted.predictions[predicted.label_ids != -100]
     samples = result.metrics["train_samples_per_second"] * result.metrics["train_runtime"]
     return {
         "steps": [[log["loss"], log["grad_norm"], log["learning_rate"]] for log in record.logs if "grad_norm" in log],
         "result": result.metrics, "samples": round(samples), "logs": record.logs, "metrics": record.metrics,
-        "history": state, "evaluation": trainer.evaluate(), "prediction": [predicted.metrics, predicted.label_ids, predicted.predictions[predicted.label_ids != -100]],
+        "history": state, "evaluation": trainer.evaluate(), "prediction": [predicted.metrics, predicted.label_ids, visible],
     }  # fmt: skip
 
 
