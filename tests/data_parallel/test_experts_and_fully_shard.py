@@ -249,8 +249,7 @@ def test_mixed_precision_and_accumulated_gradients():
 
 def stepped(world: Any, dp: int, frozen: bool) -> dict[str, Any]:
     """Two steps of the integrations', which train the experts alone where the rest is frozen."""
-    from tp_invariant.integrations.training import Ranks
-    from tp_invariant.integrations.training import Step
+    from tp_invariant.integrations.training import Ranks, Step
 
     case = LAYERS.with_(dp=dp, over_data=dp)
     found: dict[str, Any] = {}

@@ -211,7 +211,8 @@ def by_trainer(tp_group: Any, case: Case, folder: str, model: Any, tp: Any, dp_g
     return {
         "steps": [[log["loss"], log["grad_norm"], log["learning_rate"]] for log in record.logs if "grad_norm" in log],
         "result": result.metrics, "samples": round(samples), "logs": record.logs, "metrics": record.metrics,
-        "history": state, "evaluation": trainer.evaluate(), "prediction": [predicted.metrics, predicted.label_ids, visible],
+        "history": state, "evaluation": trainer.evaluate(),
+        "prediction": [predicted.metrics, predicted.label_ids, visible],
     }  # fmt: skip
 
 

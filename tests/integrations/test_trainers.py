@@ -41,7 +41,7 @@ def test_bits_and_every_number_that_is_reported(tool, evaluated, tmp_path):
     (one,) = run_case(1, tool, tmp_path / "one", shards="group", **options)
     degrees = DEGREES if evaluated == "rows" else DEGREES[2:3]
     for ranks, dp, shards in degrees:
-        folder = tmp_path / f"{ranks} {dp}"
+        folder = tmp_path / f"{ranks} {dp} {shards}"
         for got in run_case(ranks, tool, folder, dp=dp, shards=shards, **options):
             assert_bitwise_equal(got, one)
         assert_bitwise_equal(
@@ -90,7 +90,7 @@ def test_variants(tool, variant, tmp_path):
     (one,) = run_case(1, tool, tmp_path / "one", shards="group", **options)
     assert len(one["steps"]) >= 2
     for ranks, dp, shards in degrees:
-        folder = tmp_path / f"{ranks} {dp}"
+        folder = tmp_path / f"{ranks} {dp} {shards}"
         for got in run_case(ranks, tool, folder, dp=dp, shards=shards, **options):
             assert_bitwise_equal(got, one)
         assert_bitwise_equal(checkpoint_of(tool, folder, 4), checkpoint_of(tool, tmp_path / "one", 4))
