@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import hf_models
@@ -123,17 +122,6 @@ def test_a_forward_given_to_an_activation_is_called():
     x = torch.randn(3, 4)
     with tpi.set_tp_invariant_mode(True):
         assert torch.equal(model(x), -model[0](x))
-
-
-def heads_on_rank(tp_group):
-    with pytest.raises(ValueError) as caught:
-        parallelize(hf_models.build("llama", num_key_value_heads=1), tp_group)
-    return str(caught.value)
-
-
-def test_fewer_key_heads_than_ranks():
-    for text in run_ranks(heads_on_rank, 2):
-        assert "  config: num_key_value_heads=1 is not divisible by TP degree=2" in text
 
 
 def test_dropout_in_a_config():
@@ -310,51 +298,6 @@ def test_what_raises_under_the_survey_is_a_line():
     assert "  model.layers.1.odd: NotCopiedNorm was not understood: LookupError: no copies" in refusal(model)
 
 
-def test_a_config_field_that_raises():
-    """As those of configs whose layers differ do: the layers' own are asked."""
-
-    class Layered(type(hf_models.build("llama").config)):
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("num_key_value_heads", "head_dim") and "ambiguous" in super().__getattribute__("__dict__"):
-                raise RuntimeError(f"{name} is a per-layer attribute")
-            return super().__getattribute__(name)
-
-        @property
-        def per_layer_config(self) -> Any:
-            return [SimpleNamespace(num_key_value_heads=4), SimpleNamespace(num_key_value_heads=1)]
-
-    model = hf_models.build("llama")
-    model.config.__class__ = Layered
-    model.config.ambiguous = True
-    assert hugging_face.config_values(model.config, "num_key_value_heads") == {4, 1}
-    assert hugging_face.config_values(model.config, "head_dim") == set()
-    parallelize(model, None)
-
-
-def already_sharded_on_rank(tp_group: Any) -> list[str]:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = DeviceMesh.from_group(tp_group, "cpu")
-    model = hf_models.build("llama")
-    linear = model.model.layers[1].mlp.up_proj
-    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh))
-    texts = []
-    for one in (model, hf_models.build("llama")):
-        one._tp_size = 2
-        with pytest.raises(ValueError) as caught:
-            parallelize(one, tp_group)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_a_model_that_is_sharded_already():
-    for by_tensor, by_loading in run_ranks(already_sharded_on_rank, 2):
-        lines = by_tensor.splitlines()
-        assert len(lines) == 2 and "model.layers.1.mlp.up_proj.weight is a DTensor: the model is sharded al" in lines[1]
-        assert "it was loaded over 2 ranks: the model is sharded already. The full model is needed" in by_loading
-
-
 def sharded_by_transformers(tp_group: Any) -> list[str]:
     """As from_pretrained does for tp_plan="auto", which itself needs accelerate."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -429,11 +372,6 @@ def test_what_the_first_forward_refuses_would_have_been_partial():
     parts = run_ranks(heads_partial_on_rank, 2, "replicate")
     torch.testing.assert_close(sum(parts), one)
     assert all((part - one).abs() > 1e-3 for part in parts)
-
-
-def test_a_sharded_output_layer_makes_no_block_of_the_model():
-    model = hf_models.build("llama")
-    parallelize(model, None, {**own_plan(model), "lm_head": "colwise"})
 
 
 NORMS = {"Phi": ("q_layernorm", "k_layernorm"), "HunYuanDenseV1": ("query_layernorm", "key_layernorm")}

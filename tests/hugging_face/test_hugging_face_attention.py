@@ -21,7 +21,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.conversion.convert import parallelize
 from tp_invariant.hugging_face import models as hugging_face
-from tp_invariant.hugging_face.masks import VisibleKeys, attend, visible_keys
+from tp_invariant.hugging_face.masks import visible_keys
 from tp_invariant.kernels.attention import reference, spec
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -56,25 +56,6 @@ def padding(side: str) -> torch.Tensor:
 def padded_batch(side: str) -> dict[str, torch.Tensor]:
     mask = padding(side)
     return dict(input_ids=IDS, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-
-
-# --- training -------------------------------------------------------------------------------------------------------
-
-
-def train_on_rank(tp_group):
-    hugging_face.register_attention()
-    model = hf_models.build("qwen3")
-    model.set_attn_implementation("tp_invariant")
-    with tpi.set_tp_invariant_mode(True):
-        return hf_models.train(parallelize(model, tp_group), tp_group, 2)
-
-
-def test_training_has_the_same_bits_at_every_degree():
-    """By the name; test_convert.py has "sdpa", in whose place the same runs, for all families."""
-    (expected,) = run_ranks(train_on_rank, 1)
-    for degree in (2, 4):
-        for got in run_ranks(train_on_rank, degree):
-            assert_bitwise_equal(got, expected)
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------
@@ -383,30 +364,11 @@ def test_others_stay_a_matrix(given):
     assert visible_keys(**{**SIZES, **given}) is None
 
 
-def test_holes_are_left_out():
-    visible = visible_keys(**SIZES, mask_function=masking_utils.causal_mask_function, attention_mask=HOLES)
-    assert visible.packing.k_rows.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-    assert visible.packing.cu_k.tolist() == visible.packing.cu_q.tolist() == [0, 5, 11]
-
-
-def test_full_attention_leaves_out_keys_alone():
-    visible = visible_keys(**SIZES, mask_function=masking_utils.bidirectional_mask_function, attention_mask=HOLES)
-    assert not visible.causal and visible.packing.q_rows is None
-    assert visible.packing.cu_q.tolist() == [0, 6, 12] and visible.packing.cu_k.tolist() == [0, 5, 11]
-
-
 @pytest.mark.parametrize("ids, known", [([0, 0, 1, 1, 0, 0], False), ([1, 1, 0, 2, 2, 2], True)])
 def test_packed_ids_that_come_again_stay_a_matrix(ids, known):
     packed = masking_utils.packed_sequence_mask_function(torch.tensor([ids, [0] * 6]))
     both = masking_utils.and_masks(masking_utils.causal_mask_function, packed)
     assert (visible_keys(**SIZES, mask_function=both) is not None) == known
-
-
-def test_a_matrix_of_one_key():
-    """What fills its block of keys before it is hidden."""
-    q, k, v = (torch.randn(1, 2, 1, 16) for _ in range(3))
-    for mask in (torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 1, 1)):
-        assert_bitwise_equal(attend(q, k, v, VisibleKeys(False, None, 1, None, 7, 1, mask)), v)
 
 
 def test_a_matrix_of_ones_own(seen):
@@ -510,15 +472,6 @@ def test_a_model_with_an_attention_of_its_own(family):
             model(IDS)
 
 
-def test_models_without_one_are_taken():
-    for family in hf_models.FAMILIES:
-        model = hf_models.build(family)
-        assert hugging_face.problem_with(model.config, model) is None
-    with torch.device("meta"):
-        mamba = transformers.MambaModel(transformers.MambaConfig(hidden_size=64, num_hidden_layers=1))
-    assert hugging_face.problem_with(mamba.config, mamba) is None
-
-
 def test_a_packing_goes_where_q_is():
     """Under device_map="auto" layers lie on several devices; meta stands for the other."""
     visible = visible_keys(**SIZES, mask_function=masking_utils.causal_mask_function, attention_mask=HOLES)
@@ -588,14 +541,3 @@ FILES = {
     "gpt2.modeling_gpt2": frozenset({"eager"}),
     "falcon.modeling_falcon": frozenset({"sdpa"}),
 }
-
-
-def test_a_lookup_by_the_name_is_none(monkeypatch):
-    """transformers 4's way."""
-    source = 'if self.config._attn_implementation != "eager":\n    attend = ALL_ATTENTION_FUNCTIONS[self.name]'
-    monkeypatch.setattr(hugging_face.inspect, "getsource", lambda module: source)
-    assert not hugging_face._compared_names.__wrapped__("sys")
-    monkeypatch.setattr(
-        hugging_face.inspect, "getsource", lambda module: source.replace("ALL_ATTENTION_FUNCTIONS", "a")
-    )
-    assert hugging_face._compared_names.__wrapped__("sys") == {"eager"}

@@ -318,43 +318,6 @@ def test_resizing_embeddings_is_for_before(kind, degree):
             assert text.endswith("Call it before parallelize")
 
 
-def resized_before(tp_group):
-    model = hf_models.build("qwen3")
-    torch.manual_seed(1)
-    model.resize_token_embeddings(100, mean_resizing=False)
-    tpi.parallelize(model, tp_group)
-    with tpi.set_tp_invariant_mode(True):
-        return model(**hf_models.batch()).logits
-
-
-def test_resizing_before_is_right():
-    (expected,) = run_ranks(resized_before, 1)
-    assert expected.shape[-1] == 100
-    for logits in run_ranks(resized_before, 4):
-        assert_bitwise_equal(logits, expected)
-
-
-def sharded_by_transformers(world_group):
-    """As from_pretrained(tp_plan="auto") does it, which itself needs accelerate."""
-    from transformers.distributed import DistributedConfig
-
-    texts = []
-    for group in (world_group, DeviceMesh.from_group(world_group, "cpu")):
-        model = hf_models.build("llama")
-        with mock.patch.object(dist, "get_world_size", return_value=4):  # the pool may have more ranks
-            config, _, meshes = model.prepare_distribute_model(DistributedConfig(tp_size=4, tp_plan="auto"))
-        model.maybe_distribute_model(model, config, meshes)
-        texts.append(refused(ValueError, lambda model=model, group=group: tpi.parallelize(model, group)))
-    return texts
-
-
-def test_a_model_that_transformers_has_sharded():
-    for texts in run_ranks(sharded_by_transformers, 4):
-        for text in texts:
-            assert "the model is sharded already. The full model is needed on every rank." in text
-            assert "tp_plan=.." in text
-
-
 # --- fully_shard over data parallel ranks ---------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core.bits import raw_bytes
 from ..core.derived_class import derived_class
-from ..core.elementwise import PositionInvariantActivation
+from ..core.elementwise import PositionInvariantActivation, inside_a_layer
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 from ..functional.gated import ACTIVATIONS, Activation, gated_activation
@@ -125,7 +125,10 @@ def _rotating(former: Callable[..., Any], interleaved: bool, partial: bool) -> C
         # a compiler fuses torch's operators by itself
         if torch.compiler.is_compiling() or len(args) != 4 or kwargs or not is_tp_invariant_mode_enabled():
             return former(*args, **kwargs)
-        return rotary_embedding(*args, interleaved=interleaved) if _takes(*args, partial) else former(*args)
+        with inside_a_layer():
+            if _takes(*args, partial):
+                return rotary_embedding(*args, interleaved=interleaved)
+        return former(*args)
 
     rotate.former = former  # type: ignore[attr-defined]
     return rotate
@@ -172,9 +175,10 @@ class GatedBlock(NamedTuple):
         a, b = outputs[0], outputs[-1]
         if _is_plain(a) and _is_plain(b) and a.shape == b.shape and (a.dtype, a.device) == (b.dtype, b.device):
             if not self.up:
-                return gated_activation(a, None, self.computes, up_first=self.up_first)
-            gate, up = (b, a) if self.up_first else (a, b)
-            return gated_activation(gate, up, self.computes)
+                with inside_a_layer():
+                    return gated_activation(a, None, self.computes, up_first=self.up_first)
+            with inside_a_layer():
+                return gated_activation(*((b, a) if self.up_first else (a, b)), self.computes)
         first, second = outputs if self.up else outputs[0].chunk(2, dim=-1)
         return first * self.activation(second) if self.up_first else self.activation(first) * second
 
