@@ -207,7 +207,10 @@ def pytest_addoption(parser):
 
 # --- tiers: what a test needs is read off what it calls ---------------------------------------------------------------
 
-NEEDS = {"ranks": {"run_ranks", "shared_pool", "RankPool"}, "subprocess": {"subprocess", "Popen", "Process", "torchrun"}}
+NEEDS = {
+    "ranks": {"run_ranks", "shared_pool", "RankPool"},
+    "subprocess": {"subprocess", "Popen", "Process", "torchrun"},
+}
 FAST_LIMIT = 120  # seconds, on a machine that does other things beside
 
 

@@ -32,7 +32,7 @@ from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
 from tp_invariant.consistency import agreement
 from tp_invariant.consistency.agreement import agreed_in
-from tp_invariant.core.compiled import _configs, as_runtime_op
+from tp_invariant.core.compiled import as_runtime_op
 from tp_invariant.core.layout import TokenSharding
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional.gated import GatedActivation, GatedActivationOfHalves
@@ -447,13 +447,6 @@ def test_compiled_calls_are_compared_once():
     """Again when what was agreed on is forgotten, and every time with TP_INVARIANT_CHECK=1."""
     run_ranks(comparisons, 2)  # ranks compare their environments
     assert run_ranks(comparisons, 2) == [[1, 0, 1, 1]] * 2
-
-
-def test_a_text_is_read_again_where_another_group_has_its_name(monkeypatch):
-    groups = [Group(None, rank, 2) for rank in range(2)]
-    for group in (groups[0], groups[0], groups[1]):
-        monkeypatch.setattr("tp_invariant.core.compiled.group_by_name", lambda name, group=group: group)
-        assert _configs("('a group', ('group',), ('tuple', 'sizes'))", [3]) == (group, [3])
 
 
 def kept(tp_group: Any) -> list[int]:

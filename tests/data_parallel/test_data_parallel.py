@@ -1,6 +1,5 @@
 """DDP's and FSDP2's gradient sums in a fixed order: no bucket size, order or wrapping changes a bit, and the scale."""
 
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -374,16 +373,6 @@ def test_fsdp_with_mixed_precision():
     expected = {name: tree_sum([g[name].float() for g in per_rank]) for name in SHAPES}
     for grads in run_ranks(fsdp_in_two_dtypes, 4):
         assert_bitwise_equal(grads, expected)
-
-
-def test_the_protocol_is_torchs():
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-
-    for name in ("allocate", "__call__"):
-        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (FixedOrderReduceScatter, ReduceScatter))
-        assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
-            (p.name, p.kind, p.default) for p in theirs.parameters.values()
-        ]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
