@@ -56,17 +56,12 @@ def test_matrix(norm, degree):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_options(norm):
-    """return_layernorm_output and its gathered form, return_bias, gather_output, no bias, parallel_mode None."""
+    """What the fuzzer does not draw: late strides and micro-batches, and what a whole layer returns."""
     cases = []
     for sp, dim in itertools.product((False, True), (0, 1)):
         base = Case("column", 37, 24, (4, 8), norm=norm, sequence_parallel=sp, sequence_dim=dim)
         cases += [
-            base.with_(return_norm=True),
-            base.with_(return_norm=True, return_norm_gathered=True),
-            base.with_(return_norm=True, return_bias=True),
-            base.with_(gather_output=True),
             base.with_(bias=False, late_stride=True, stride=3),
-            base.with_(parallel_mode=None),
             base.with_(parallel_mode=None, return_norm=True, return_norm_gathered=True),
             base.with_(micro_batches=4),
         ]

@@ -167,21 +167,6 @@ def test_marking_by_hand():
     assert (is_sharded(p), p.partition_dim, p.partition_stride, p.tp_group) == (False, 1, 3, None)
 
 
-def test_meta_then_to_empty_keeps_the_marks():
-    model = ours(build(device="meta"))
-    assert all(p.is_meta for p in model.parameters())
-    before = list(model.parameters())
-    model.to_empty(device="cpu")
-    for old, new in zip(before, model.parameters(), strict=True):
-        assert old is not new, "torch was to make new parameters here"
-    assert attributes(model) == MARKS
-
-
-@pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.double(), copy.deepcopy])
-def test_conversions_keep_the_marks(convert):
-    assert attributes(convert(ours(build()))) == MARKS
-
-
 def test_deepcopy_keeps_a_stride_that_was_set_late():
     layer = tpi.Linear(6, 16, parallel_mode="column")
     layer.weight.partition_stride = 4
