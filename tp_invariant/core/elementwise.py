@@ -156,9 +156,9 @@ def position_invariant(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor
     target = next((key for key in ("out", "grad_input") if kwargs.get(key) is not None), None)
     named = {key: value for key, value in kwargs.items() if key != target}
     tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     if name in ("aten::glu", "aten::glu_backward"):
         return _glu(func, *args, **kwargs)
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     if (
         any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors)
         or (name in _WITH_ALPHA and (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1)
