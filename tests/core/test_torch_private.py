@@ -32,7 +32,6 @@ INSTANCES = {torch._ops.OpOverload: torch.ops.aten.mm.default}
 ALLOWED = {
     "checkpoint/full_state.py": 1,
     "comm/collectives.py": 6,
-    "comm/exchange_store.py": 4,
     "comm/peer_memory.py": 7,
     "graphs/capture.py": 3,
     "graphs/checks.py": 4,

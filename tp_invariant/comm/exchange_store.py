@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..core.torch_private import register_process_group, unregister_process_group
+
 
 class InStepStore(dist.Store):
     """`store`, with the number in keys "../number/rank" replaced by how many others came before it here."""
@@ -56,9 +58,6 @@ _lives: Counter[str] = Counter()
 def meeting_of(process_group: dist.ProcessGroup) -> str:
     """The name of a process group of the same ranks, without a backend, for symmetric memory to meet in: of a group
     symmetric memory wants the store, the rank and the size. Not collective, but all ranks are to ask."""
-    from torch._C import _distributed_c10d as c
-    from torch.distributed import distributed_c10d as c10d
-
     found = _meetings.get(process_group)
     if found is None:
         rank, size = process_group.rank(), process_group.size()
@@ -67,10 +66,10 @@ def meeting_of(process_group: dist.ProcessGroup) -> str:
         name = f"tp_invariant symmetric memory, {process_group.group_name}: {ranks}"
         _lives[name] += 1
         name = f"{name}, life {_lives[name]}"
-        store = InStepStore(dist.PrefixStore(name, c10d._get_process_group_store(process_group)))
+        store = InStepStore(dist.PrefixStore(name, process_group.get_group_store()))
         meeting = dist.ProcessGroup(store, rank, size)
-        c._register_process_group(c10d.GroupName(name), meeting)
-        weakref.finalize(process_group, c._unregister_process_group, c10d.GroupName(name)).atexit = False
+        register_process_group(name, meeting)
+        weakref.finalize(process_group, unregister_process_group, name).atexit = False
         # C++ alone would keep neither the store's methods nor the group alive
         found = _meetings[process_group] = name, meeting, store
     return found[0]

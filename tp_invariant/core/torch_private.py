@@ -97,6 +97,16 @@ TABLE = (
         "torch numbers process groups in each process, and ranks of a pool that make other ones part in their numbers",
     ),
     PrivateName(
+        "register_process_group",
+        "torch._C._distributed_c10d._register_process_group",
+        "symmetric memory finds a group by name; the store of a public one counts the exchanges of all groups alike",
+    ),
+    PrivateName(
+        "unregister_process_group",
+        "torch._C._distributed_c10d._unregister_process_group",
+        "what was registered by name would stay when its group ends",
+    ),
+    PrivateName(
         "INDUCTOR_CONFIG",
         "torch._inductor.config",
         "documented as the place of torch.compile's options, in a private module; by name, as its import is slow",
@@ -343,6 +353,14 @@ def schema_of(op: Any) -> Any:
 def count_groups_from(number: int) -> None:
     """The number in the name of the next process group."""
     torch.distributed.distributed_c10d._world.group_count = number
+
+
+def register_process_group(name: str, group: Any) -> None:
+    torch._C._distributed_c10d._register_process_group(torch.distributed.distributed_c10d.GroupName(name), group)
+
+
+def unregister_process_group(name: str) -> None:
+    torch._C._distributed_c10d._unregister_process_group(torch.distributed.distributed_c10d.GroupName(name))
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
