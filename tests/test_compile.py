@@ -17,7 +17,6 @@ from compiled_steps import (
     compiled_backward,
     compiled_steps,
     in_cuda_graphs,
-    in_the_backend_cudagraphs,
     loss_over_a_mesh,
 )
 from cpu_compiler import needs_compiler
@@ -484,15 +483,7 @@ def test_cuda_graphs_that_torch_makes_of_several_ranks():
         assert digest(off[0]) != digest(eager[0])
 
 
-def test_the_backend_cudagraphs_is_one_that_makes_cuda_graphs():
-    ((eager, *_),) = run_ranks(in_cuda_graphs, 1)
-    for results in run_ranks(in_the_backend_cudagraphs, 2):
-        for grads, groups in results:
-            assert_bitwise_equal(grads, eager[0])
-            assert groups == 0
-
-
-@pytest.mark.parametrize("options", [{"mode": "max-autotune"}, {"backend": "cudagraphs"}], ids=str)
+@pytest.mark.parametrize("options", [{"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}], ids=str)
 def test_every_call_is_compared_in_no_cuda_graph_of_torchs(options):
     """Also on a CPU, where torch would make none: so a program is refused where it is written."""
     run_ranks(checked_in_cuda_graphs, 2, options)

@@ -1,4 +1,4 @@
-"""Nothing of torch is assigned to: its modules' and classes' attributes are the same objects after this library's use."""
+"""Nothing of torch is assigned to: attributes of its modules and classes are the same objects afterwards."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 import torch.distributed.tensor.experimental, torch.distributed.tensor.parallel, torch.utils.checkpoint
+import torch._dynamo, torch.compiler._cache  # which assign to torch
 
 def attributes():
     found = {}
@@ -18,8 +19,8 @@ def attributes():
             for key, value in list(vars(module).items()):
                 found[name, key] = value
                 if isinstance(value, type) and value.__module__.partition(".")[0] == "torch":
-                    for attribute, own in list(vars(value).items()):
-                        found[f"{value.__module__}.{value.__qualname__}", attribute] = own
+                    for attribute, content in list(vars(value).items()):
+                        found[f"{value.__module__}.{value.__qualname__}", attribute] = content
     return found
 
 before = attributes()
@@ -27,18 +28,20 @@ import tp_invariant as tpi
 from torch.distributed.device_mesh import init_device_mesh
 
 if sys.argv[1:]:
-    torch.optim.adam.adam = lambda *args, **kwargs: None
-    torch.distributed.tensor.DTensor.__create_chunk_list__ = lambda self: []
+    sys.modules["torch.optim.adam"].adam = lambda *args, **kwargs: None
+    former = torch.distributed.tensor.DTensor.__create_chunk_list__
+    torch.distributed.tensor.DTensor.__create_chunk_list__ = lambda self: former(self)
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
 for group in (mesh["tp"], dist.group.WORLD):
     with tpi.set_tp_invariant_mode(True):
-        model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
+        linears = torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8)
+        model = torch.nn.Sequential(torch.nn.LayerNorm(8), *linears)
         tpi.parallelize(model, group, {"0": "replicate", "1": "colwise", "3": "rowwise"})
         stacked = tpi.Linear(8, 16, parallel_mode="column", partition_stride=2, tp_group=group)
         parameters = [*model.parameters(), *stacked.parameters()]
-        for optimizer in (torch.optim.AdamW(parameters), tpi.optim.Muon(parameters)):
+        for optimizer in (torch.optim.AdamW(parameters), tpi.optim.Muon([p for p in parameters if p.dim() == 2])):
             (model(torch.randn(4, 8)).square().mean() + stacked(torch.randn(4, 8)).square().mean()).backward()
             tpi.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
@@ -47,12 +50,16 @@ for group in (mesh["tp"], dist.group.WORLD):
         with tpi.batch_invariant():
             torch.randn(4, 8) @ torch.randn(8, 8)
 after = attributes()
-# what torch itself remembers: modules that were imported since, state of the default group, counters
+# what torch itself remembers: modules that were imported since, state of the default group, counters, safe globals
+own = ("torch._weights_only_unpickler", "_marked_safe_globals_set")
+before.pop(own, None)
 plain = (int, float, bool, str, tuple, type(None), types.ModuleType)
 changed = sorted(
     ".".join(key)
     for key, value in before.items()
-    if after.get(key, value) is not value and not isinstance(value, plain) and not isinstance(after[key], plain)
+    if key[0] != "torch.compiler._cache.CacheInfo"
+    and after.get(key, value) is not value
+    and not isinstance(value, plain) and not isinstance(after[key], plain)
 )
 print("changed:", changed)
 """
@@ -61,10 +68,9 @@ print("changed:", changed)
 def changed(tmp_path, changes):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(path), *(["change"] if changes else [])], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, str(path), *(["change"] if changes else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.rpartition("changed:")[2].strip()
 

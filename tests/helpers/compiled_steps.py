@@ -118,20 +118,6 @@ def in_cuda_graphs(tp_group: Any) -> list[Any]:
     return found
 
 
-def in_the_backend_cudagraphs(tp_group: Any) -> list[Any]:
-    """The same of torch's backend of this name, and of a backend that calls it; on a CPU torch skips the graphs."""
-    backend = importlib.import_module("torch._dynamo.backends.cudagraphs").cudagraphs
-    found = []
-    for maker in ("cudagraphs", lambda *args: backend(*args)):
-        tpi.owners.weight_cache.clear()
-        steps = Steps(tp_group)
-        call = torch.compile(steps.__call__, backend=maker, fullgraph=True)
-        with tpi.set_tp_invariant_mode(True):
-            grads = [steps.backward(call, seed) for seed in (1, 2)]
-        found.append((grads, len(tpi.owners.weight_cache._groups)))
-    return found
-
-
 def checked_in_cuda_graphs(tp_group: Any, options: dict[str, str]) -> None:
     steps = Steps(tp_group)
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):

@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import time
+from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +59,8 @@ def start_all_gather(out: Tensor, local: Tensor, group: GroupLike) -> dist.Work 
     if records is not None:
         records.begin(ALL_GATHER, local, (local.numel(),))
     try:  # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
-        return getattr(group.process_group, _ALL_GATHER)(out.view(-1), local.view(-1), _GATHER_OPTIONS)
+        work = getattr(group.process_group, _ALL_GATHER)(out.view(-1), local.view(-1), _GATHER_OPTIONS)
+        return _held_until_it_ends(work, out, local)
     except RuntimeError as error:
         raise _diagnosed_transfer_error(error, local, group) from error
 
@@ -73,9 +79,33 @@ def start_all_to_all(
     if records is not None:
         records.begin(ALL_TO_ALL, x, (x.numel(), *sent) if alike is None else alike)
     try:
-        return getattr(group.process_group, _ALL_TO_ALL)(out, x, list(received), list(sent), _EXCHANGE_OPTIONS)
+        work = getattr(group.process_group, _ALL_TO_ALL)(out, x, list(received), list(sent), _EXCHANGE_OPTIONS)
+        return _held_until_it_ends(work, out, x)
     except RuntimeError as error:
         raise _diagnosed_transfer_error(error, x, group) from error
+
+
+# Collectives on CPUs that may not have ended, and their tensors. A thread of gloo's that drops the last reference to a
+# tensor while Python ends needs Python's lock, and the process is aborted.
+_running: deque[tuple[dist.Work, tuple[Tensor, ...]]] = deque()
+_SECONDS_AT_EXIT = 2.0
+
+
+def _held_until_it_ends(work: dist.Work, *tensors: Tensor) -> dist.Work:
+    if tensors[0].is_cpu:
+        while _running and _running[0][0].is_completed():
+            _running.popleft()
+        _running.append((work, tensors))
+    return work
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    """A gather that was started ahead of its use may be on its way when a program ends."""
+    until = time.monotonic() + _SECONDS_AT_EXIT
+    for work, _ in _running:
+        with contextlib.suppress(RuntimeError):  # a rank that has ended, or that comes too late
+            work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
 
 
 def wait(work: dist.Work, operand: Tensor, group: GroupLike) -> None:
