@@ -26,6 +26,7 @@ def test_names():
     assert identify(torch.mm) == "torch.mm" or identify(torch.mm).endswith(".mm")
     assert identify(test_names) == f"{__name__}.test_names"
     assert identify(functools.partial(torch.mm, 1, out=None)) == f"partial({identify(torch.mm)}, 1, out=None)"
+    assert identify(functools.partial(torch.mm, object())) == f"partial({identify(torch.mm)}, builtins.object)"
     assert identify(Tiles(8)) == f"{__name__}.Tiles declared as tiles of 8"
 
 

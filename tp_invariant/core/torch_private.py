@@ -99,7 +99,7 @@ TABLE = (
     PrivateName(
         "register_process_group",
         "torch._C._distributed_c10d._register_process_group",
-        "symmetric memory finds a group by name; the store of a public one counts the exchanges of all groups alike",
+        "symmetric memory finds a group by name, and counts the exchanges of all public groups in one row",
     ),
     PrivateName(
         "unregister_process_group",
