@@ -110,14 +110,14 @@ def parallelize(
         everyone = stored_over if stored_over.size > group.size else group
     full_plan = own_plan(model) if plan is None else plan
 
-    def look(
+    def survey_of(
         at: nn.Module, gemm_fn: GemmFn | None, group: Group = group, stored_over: Group | None = stored_over
     ) -> Survey:
         survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), plan is None, stored_over)
         survey.run(full_plan)
         return survey
 
-    survey = look(model, gemm_fn)
+    survey = survey_of(model, gemm_fn)
     survey.problems += ties_to_outside(model, survey.swaps)
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
@@ -147,7 +147,7 @@ def parallelize(
 
         def convert(twin: nn.Module, over: Group) -> None:
             several = over.size > 1
-            _convert(twin, look(twin, bundled_fn, alike if several else over, by_expert if several else None))
+            _convert(twin, survey_of(twin, bundled_fn, alike if several else over, by_expert if several else None))
 
         check_plan(model, convert, example_inputs, group)
     if group.mesh is not None:
@@ -173,10 +173,10 @@ def _convert(model: nn.Module, survey: Survey) -> None:
         fused.install(model)
         # for attention in a model's own code, which does not use the interface; without the output layer's caller
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
-        found = callers(model, linears)
+        attending = callers(model, linears)
     else:
-        found = callers(model, survey.swaps) | {id(model): model}
-    for caller in found.values():
+        attending = callers(model, survey.swaps) | {id(model): model}
+    for caller in attending.values():
         SafeSdpa(caller)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))

@@ -125,11 +125,11 @@ class IncompleteGradient(ValueError):
 def _given(node: Any, states: Mapping[Any, Any]) -> list[str | None]:
     """The states of a node's inputs; None for one that needs no gradient. Of a node with a state for each of its
     outputs (Rotation, whose outputs do not meet: q may be a part and k whole), that of the output."""
-    found = []
+    given = []
     for before, output in node.next_functions:
         state = None if before is None else states.get(before)
-        found.append(state[output] if isinstance(state, tuple) else state)
-    return found
+        given.append(state[output] if isinstance(state, tuple) else state)
+    return given
 
 
 def _inputs(node: Any) -> list[Any]:
@@ -153,7 +153,7 @@ def incomplete_gradients(
         inputs: whole tensors, at which the graph is taken to begin.
     """
     states: dict[Any, Any] = {_node_of(x): WHOLE for x in inputs if x.requires_grad}
-    found: dict[tuple[str, ...], str] = {}
+    meetings: dict[tuple[str, ...], str] = {}
     parts: dict[str, None] = {}  # lines, in their order
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     stack: list[tuple[Any, bool]] = [(root, False) for root in roots]
@@ -187,9 +187,9 @@ def incomplete_gradients(
                 for other, kind in zip(before, given, strict=True):
                     if kind == WHOLE:
                         owners = _whole_parameters(other, states, names)
-                        found.setdefault(tuple(owners), node.name())
+                        meetings.setdefault(tuple(owners), node.name())
         states[node] = state
-    return [*(_line(owners, name) for owners, name in found.items()), *parts]
+    return [*(_line(owners, name) for owners, name in meetings.items()), *parts]
 
 
 def _whole_parameters(node: Any, states: Mapping[Any, str], names: Mapping[int, str]) -> list[str]:

@@ -64,14 +64,14 @@ def sharded_inputs(
     whole = _shapes(model, {}, {}, 1, names, experts, _LENGTHS[0])
     part = _shapes(model, options, shards or {}, degree, names, experts, _LENGTHS[0])
     longer = whole if part == whole else _shapes(model, {}, {}, 1, names, experts, _LENGTHS[1])
-    found: dict[str, ShardedInput | None] = {}
+    inputs: dict[str, ShardedInput | None] = {}
     for name, calls in whole.items():
         triples = zip(calls, part.get(name, []), longer.get(name, []), strict=False)
         kinds = {_compare(a, b, c, degree) for a, b, c in triples}
         if len(calls) != len(part.get(name, [])) or len(kinds) != 1:
             raise ProbeError(f"{name} is called with other shapes from call to call, or other times: {calls}")
-        found[name] = kinds.pop()
-    return found
+        inputs[name] = kinds.pop()
+    return inputs
 
 
 def _compare(whole: torch.Size, part: torch.Size, longer: torch.Size, degree: int) -> ShardedInput | None:

@@ -161,16 +161,16 @@ def resolve(plan: Mapping[str, str | Part], modules: Mapping[str, Any]) -> tuple
             raise TypeError(f"plan[{pattern!r}]={style!r} is a {type(style).__name__}: give a style's name or a Part")
         part = Part(style) if isinstance(style, str) else style
         names = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
-        found = [name for name in modules if names.fullmatch(name)]
-        if not found:
+        matches = [name for name in modules if names.fullmatch(name)]
+        if not matches:
             unused.append(pattern)
-        for name in found:
+        for name in matches:
             if parts.setdefault(name, part) != part:
                 raise ValueError(f"plan asks {parts[name].style!r} and {part.style!r} of {name}: leave one")
     for name, module in modules.items():
         gate_up, down = f"{name}.gate_up_proj", f"{name}.down_proj"
         if type(module).__name__ in FUSED_GATE_UP and gate_up in parts and down in parts:
-            asked = parts[gate_up], parts[down]
-            if all(part == Part(part.style) and part.style in s for part, s in zip(asked, _FUSED_STYLES, strict=True)):
+            styles = parts[gate_up], parts[down]
+            if all(part == Part(part.style) and part.style in s for part, s in zip(styles, _FUSED_STYLES, strict=True)):
                 parts[gate_up], parts[down] = Part("packed_colwise"), Part("rowwise")
     return parts, unused

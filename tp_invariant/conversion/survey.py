@@ -58,7 +58,7 @@ class Stack:
 
     @classmethod
     def find(cls, modules: Mapping[str, nn.Module]) -> Stack | None:
-        found = []
+        stacks = []
         for name, module in modules.items():
             layers, norm, dot = (
                 getattr(module, "layers", None),
@@ -66,8 +66,8 @@ class Stack:
                 f"{name}." if name else "",
             )
             if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
-                found.append(cls(f"{dot}layers.", layers, f"{dot}norm"))
-        return found[0] if len(found) == 1 else None
+                stacks.append(cls(f"{dot}layers.", layers, f"{dot}norm"))
+        return stacks[0] if len(stacks) == 1 else None
 
 
 @dataclass
@@ -113,9 +113,9 @@ class Survey:
         if self.distributed:
             self.problems.append(self.distributed)
             return
-        found, unused = resolve(plan, {**self._own_parameters(), **self.modules})
-        self.parts = {name: part for name, part in found.items() if name in self.modules}
-        self.parameter_parts = {name: part for name, part in found.items() if name not in self.modules}
+        resolved, unused = resolve(plan, {**self._own_parameters(), **self.modules})
+        self.parts = {name: part for name, part in resolved.items() if name in self.modules}
+        self.parameter_parts = {name: part for name, part in resolved.items() if name not in self.modules}
         if not self.own_plan:
             self.problems += [f"plan[{pattern!r}]: no module has such a name" for pattern in unused]
         self.stack = Stack.find(self.modules)
@@ -256,8 +256,8 @@ class Survey:
         parents = {name.rpartition(".")[0] for name in options}
         layers = "" if self.stack is None else self.stack.prefix
         blocks = tuple(f"{parent}." for parent in parents if parent and not layers.startswith(f"{parent}."))
-        asked = {name for name, part in self.parts.items() if part.style == HEADS_STYLE}
-        names = [n for n, m in self.modules.items() if is_norm(m) and (n in asked or n.startswith(blocks))]
+        with_heads = {name for name, part in self.parts.items() if part.style == HEADS_STYLE}
+        names = [n for n, m in self.modules.items() if is_norm(m) and (n in with_heads or n.startswith(blocks))]
         if not self.is_hugging_face or not names:
             return
         if any(part.style not in STYLES for part in self.parts.values()):
@@ -449,18 +449,18 @@ class Survey:
 
     def _heads(self, name: str, norm: nn.Module, part: Part, projection: str) -> dict[str, Any]:
         if name in self.sharded:
-            found = self.sharded[name]
-            if found is None:  # it sees all heads
+            place = self.sharded[name]
+            if place is None:  # it sees all heads
                 return {}
-            if found.last or found.with_tokens:
-                what = "the features that it normalises" if found.last else "heads and tokens in one dim"
-                self._problem(name, f"dim {found.dim} of its input, which is sharded, holds {what}: not supported")
-            if part.heads_dim not in (None, found.dim):
-                self._problem(name, f"heads_dim={part.heads_dim}, but the model has its heads in dim {found.dim}")
-            if part.heads not in (None, found.size):
-                self._problem(name, f"heads={part.heads}, but the model has {found.size}")
-            self._divides(name, "heads", found.size, self.group.size)
-            return dict(heads=found.size, heads_dim=found.dim)
+            if place.last or place.with_tokens:
+                what = "the features that it normalises" if place.last else "heads and tokens in one dim"
+                self._problem(name, f"dim {place.dim} of its input, which is sharded, holds {what}: not supported")
+            if part.heads_dim not in (None, place.dim):
+                self._problem(name, f"heads_dim={part.heads_dim}, but the model has its heads in dim {place.dim}")
+            if part.heads not in (None, place.size):
+                self._problem(name, f"heads={part.heads}, but the model has {place.size}")
+            self._divides(name, "heads", place.size, self.group.size)
+            return dict(heads=place.size, heads_dim=place.dim)
         linear = self.modules.get(projection)
         if part.heads_dim is None:
             why = f", since {self.unseen}" if self.unseen else ""

@@ -61,21 +61,21 @@ def problem_with(config: Any, model: nn.Module) -> str | None:
             f"transformers {transformers.__version__} describes the masks of attention otherwise than 5.0 and later "
             "versions do (it has no masking_utils.bidirectional_mask_function): install transformers>=5.0"
         )
-    asked = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)
-    if asked not in SAFE_IMPLEMENTATIONS:
+    given = (config._attn_implementation or "sdpa").removeprefix(_PREFIX)
+    if given not in SAFE_IMPLEMENTATIONS:
         return (
-            f"attn_implementation={asked!r} may give a head other bits when fewer heads are in the call: choose one of "
+            f"attn_implementation={given!r} may give a head other bits when fewer heads are in the call: choose one of "
             f"{', '.join(map(repr, SAFE_IMPLEMENTATIONS))}, in whose place tpi.attention runs while the mode is on"
         )
-    for name in _modeling_files(model):
-        if asked in _compared_names(name):
+    for file in _modeling_files(model):
+        if given in _compared_names(file):
             return (
-                f"attn_implementation={asked!r}: {name} does other things for this name than for others, and would not "
+                f"attn_implementation={given!r}: {file} does other things for this name than for others, and would not "
                 "know it again under the name that parallelize gives it, where the mode decides at every call"
             )
-        if own := _own_attentions(model, name):
+        if own := _own_attentions(model, file):
             return (
-                f"{', '.join(own)} in {name}: an attention of its own, which asks neither transformers nor SDPA for "
+                f"{', '.join(own)} in {file}: an attention of its own, which asks neither transformers nor SDPA for "
                 "one: none can take its place, and a head's bits may depend on how many are in the call. Leave this "
                 "model to the stock path, without parallelize"
             )
