@@ -34,7 +34,7 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,27 +86,6 @@ def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _regular_file(path: Path) -> Iterator[int]:
-    """A descriptor for reading a regular file: a link could lead out of the folder, a pipe could block forever.
-
-    Raises:
-        ValueError: the path is a link or another kind of file.
-    """
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK):
-            raise ValueError(f"{path} is a symbolic link: a checkpoint must contain its files") from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        yield handle
     finally:
         os.close(handle)
 
@@ -422,8 +401,7 @@ def read_index(folder: Path) -> Index:
         what = "holds a save that did not finish" if unfinished else "is not a checkpoint"
         raise FileNotFoundError(f"{folder} {what}: there is no {INDEX} in it")
     try:
-        with _regular_file(path) as handle, open(handle, "rb", closefd=False) as file:
-            data = file.read()
+        data = path.read_bytes()
         index = json.loads(data.decode(), object_pairs_hook=_unique_keys)
         return _checked_index(index, hashlib.sha256(data).hexdigest())
     except RecursionError:
@@ -537,8 +515,7 @@ class SafetensorsReader(StorageReader):
             return
         path = self.folder / file
         try:
-            with _regular_file(path) as handle:
-                data = require_safetensors().safe_open(f"/dev/fd/{handle}", framework="pt")
+            data = require_safetensors().safe_open(path, framework="pt")
             metadata = data.metadata()
         except FileNotFoundError as error:
             raise ValueError(f"{path} does not exist, but {INDEX} names it") from error

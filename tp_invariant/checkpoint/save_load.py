@@ -161,7 +161,7 @@ def load(
         ValueError: on every rank, before anything is written: keys, shapes or dtypes that are not the model's (one
             error names all); other parameters in the optimizer's groups, another optimizer, or options that give its
             state another meaning (such as amsgrad); no optimizer in the checkpoint; files that are damaged, of another
-            save, or not regular files: names the file and the reason.
+            save: names the file and the reason.
         RuntimeError: on every rank, if a rank failed in another way; says so if a model is partly loaded.
         KeyboardInterrupt, SystemExit: as for `save`.
         ImportError: safetensors is not installed.
