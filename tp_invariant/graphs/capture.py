@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..core.dtensors import is_dtensor, local_of, placed_like
+from ..core.torch_private import dispatch_modes, function_modes, version_of
 from ..gemm.weights import weight_cache
 from .arguments import Call, fill, flatten, reached_leaves
 from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks, records_of_groups
@@ -149,7 +148,7 @@ def graph_layers(
             with _ahead_in_graphs(), _parameter_replacements(layers) as (parameters, places):
                 for step, own in zip(steps, places, strict=True):
                     step.places = own
-                versions = [[t._version for t in step.call.tensors] for step in steps]
+                versions = [[version_of(t) for t in step.call.tensors] for step in steps]
                 replays = torch.cuda.make_graphed_callables(
                     tuple(steps),
                     tuple((*step.call.tensors, *mine) for step, mine in zip(steps, parameters, strict=True)),
@@ -202,12 +201,12 @@ class _Recorded:
     ) -> None:
         self.layer, self.name = layer, name
         self.call = Call(args, kwargs, f"an argument of {name}")
-        self.modes = _get_current_function_mode_stack()  # as entered by hooks of attention_choice
+        self.modes = function_modes()  # as entered by hooks of attention_choice
         problems = [changed_condition(conditions(), outside)]
         problems += [f"it gets a tensor on {x.device}" for x in self.call.tensors if not on_gpu(x)]
         if not torch.is_grad_enabled():
             problems.append("gradients are off")
-        if _get_current_dispatch_mode_stack():
+        if dispatch_modes():
             problems.append("it runs under a TorchDispatchMode, which sees no replay")
         self.problem = "; ".join(f"{name}: {text}" for text in problems if text)
 
@@ -230,7 +229,7 @@ class _Step:
             place.renew()
         weight_cache.enter((id(self), "forward"))
         with ExitStack() as modes:
-            active = list(map(id, _get_current_function_mode_stack()))
+            active = list(map(id, function_modes()))
             for mode in self._modes:
                 if id(mode) not in active:
                     modes.enter_context(mode)
@@ -264,7 +263,7 @@ class _Step:
     def written(self, before: Sequence[int]) -> str:
         """The argument that the layer writes to, "" if none: a graph would write to its own copy of it."""
         for i, (x, version) in enumerate(zip(self.call.tensors, before, strict=True)):
-            if x._version != version:
+            if version_of(x) != version:
                 return f"{self._name} writes to tensor {i} of its arguments"
         return ""
 

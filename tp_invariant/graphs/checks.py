@@ -16,6 +16,12 @@ from ..comm.wire import gather_objects
 from ..consistency.differences import format_ranks, gather_differences
 from ..core.dtensors import is_dtensor, local_of
 from ..core.fsdp import resharded_whole
+from ..core.torch_private import (
+    backward_hooks_of,
+    backward_pre_hooks_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+)
 from ..layers.experts import Experts
 from .graphed_call import GraphedForward
 
@@ -35,10 +41,6 @@ def problem_with(layer: nn.Module, name: str) -> str:
             return f"{key} of {name} is on {held.device}: CUDA graphs need all of it on the current GPU"
     if not any(parameter.requires_grad for parameter in layer.parameters()):
         return f"{name} has no parameter to train: torch.cuda.graph captures a forward"
-    everywhere = torch.nn.modules.module
-    for hooks_of_all in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"):
-        if getattr(everywhere, hooks_of_all):
-            return f"torch.nn has global module hooks, which a replay would not call inside {name}: remove them"
     for key, module in layer.named_modules():
         if isinstance(module, Experts) and module.group.size > 1:
             return (
@@ -47,9 +49,9 @@ def problem_with(layer: nn.Module, name: str) -> str:
             )
         if getattr(module, "fuse_wgrad_accumulation", False):
             return f"{key or name} has fuse_wgrad_accumulation=True: a graph cannot see when main_grad changes"
-        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        hooks = [*backward_hooks_of(module).values(), *backward_pre_hooks_of(module).values()]
         if module is not layer:  # those of the layer itself stand outside its graph
-            hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            hooks += [*forward_hooks_of(module).values(), *forward_pre_hooks_of(module).values()]
         foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("tp_invariant.")]
         if foreign:
             return f"{key or name} in {name} has the hook {foreign[0]}, which a replay would not call: remove it"

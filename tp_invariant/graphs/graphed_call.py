@@ -20,6 +20,7 @@ from ..comm.call_records import CallRecords
 from ..comm.collectives import is_capturing
 from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.torch_private import version_of
 from .arguments import Call, Node, fill, flatten_call
 
 logger = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class GraphedForward:
         return found
 
     def versions(self) -> list[int]:
-        return [local_of(p)._version for p in self._all_parameters]
+        return [version_of(local_of(p)) for p in self._all_parameters]
 
     def _changed_since_capture(self) -> str:
         if problem := changed_condition(conditions(), self._conditions):
