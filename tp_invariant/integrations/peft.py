@@ -19,9 +19,8 @@ and each rank takes its part. State dicts have this rank's parts under PEFT's na
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,6 +45,7 @@ from ..checkpoint.full_state import (
 from ..comm.collectives import Group
 from ..consistency.agreement import check_agreement
 from ..core.bits import tensor_hash
+from ..core.derived_class import derived_class
 from ..core.dtensors import is_dtensor, local_of
 from ..core.graph_breaks import never_a_frame_of_its_own
 from ..core.layout import Stride, shard
@@ -488,56 +488,10 @@ class AdapterParameters(ShardedModule, nn.ParameterDict):
 # --- the whole model --------------------------------------------------------------------------------------------------
 
 
-@never_a_frame_of_its_own
-def _install(owner: nn.Module, name: str, child: nn.Module | None) -> None:
-    """A hook of every registration of a submodule: what of PEFT's own functions sees a whole model, and its parts."""
-    if not isinstance(owner, (PeftModel, LoraModel, ModulesToSaveWrapper)) or child is None:
-        return
-    if not any(isinstance(module, ShardedModule) for module in child.modules()):
-        return
-    functions: Any = owner
-    if isinstance(owner, LoraModel) and name == "model":
-        functions.add_weighted_adapter = _refuse_weighted
-    elif isinstance(owner, PeftModel) and name == "base_model":
-        functions.save_pretrained = _SavePretrained(owner)
-    elif isinstance(owner, ModulesToSaveWrapper) and name == "original_module":
-        owner.register_load_state_dict_pre_hook(_take_parts)
+class _WholeAdapters(nn.Module):
+    """What the class of a PeftModel of sharded layers derives from, before PEFT's own class."""
 
-
-register_module_module_registration_hook(_install)
-
-
-def _refuse_weighted(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "add_weighted_adapter is not supported on tensor-parallel layers, because PEFT would take this rank's part of "
-        "an adapter for the whole: save the adapters, and combine them on the whole model"
-    )
-
-
-class _SavePretrained:
-    """PEFT's save_pretrained, of whole adapters: the files that the same adapters on the whole model would give.
-
-    A collective: call it on every rank. Rank 0 of the job writes; options and errors are as for `save_pretrained` of a
-    parallelized model (hugging_face/saving.py).
-
-    Raises:
-        ValueError: a state_dict that is given has this rank's parts; or path_initial_model_for_weight_conversion.
-    """
-
-    def __init__(self, model: PeftModel) -> None:
-        self._model = weakref.ref(model)  # it is stored on the model, and a cycle would keep that one's memory
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has a method of its own
-        return _SavePretrained, (self.model,)
-
-    @property
-    def model(self) -> Any:
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model of this save_pretrained is gone: keep the model")
-        return model
-
-    def __call__(
+    def save_pretrained(
         self,
         save_directory: Any,
         safe_serialization: bool = True,
@@ -548,20 +502,25 @@ class _SavePretrained:
         state_dict: Any = None,
         **kwargs: Any,
     ) -> None:
+        """PEFT's save_pretrained, of whole adapters: the files that the same adapters on the whole model would give.
+
+        A collective: call it on every rank. Rank 0 of the job writes; options and errors are as for `save_pretrained`
+        of a parallelized model (hugging_face/saving.py).
+
+        Raises:
+            ValueError: a state_dict that is given has this rank's parts; or path_initial_model_for_weight_conversion.
+        """
         if path_initial_model_for_weight_conversion is not None:
             raise ValueError(
                 f"path_initial_model_for_weight_conversion={path_initial_model_for_weight_conversion!r} is not "
                 "supported on tensor-parallel layers: leave it None"
             )
-        model = self.model
-        options = dict(
-            safe_serialization=safe_serialization,
-            selected_adapters=selected_adapters,
-            save_embedding_layers=save_embedding_layers,
-        )
+        model, former = cast(Any, self), cast(Any, super())
 
         def write(state: Any) -> None:
-            type(model).save_pretrained(model, save_directory, **options, state_dict=state, **kwargs)
+            former.save_pretrained(
+                save_directory, safe_serialization, selected_adapters, save_embedding_layers, state_dict=state, **kwargs
+            )
 
         def gather() -> Any:
             adapters = list(model.peft_config) if selected_adapters is None else selected_adapters
@@ -573,6 +532,35 @@ class _SavePretrained:
             save_on_rank_0(model, save_directory, is_main_process, gather, write)
         elif is_main_process:
             write(gather())
+
+
+class _ShardedAdapters(nn.Module):
+    """What the class of a LoraModel of sharded layers derives from, before PEFT's own class."""
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "add_weighted_adapter is not supported on tensor-parallel layers, because PEFT would take this rank's part "
+            "of an adapter for the whole: save the adapters, and combine them on the whole model"
+        )
+
+
+@never_a_frame_of_its_own
+def _install(owner: nn.Module, name: str, child: nn.Module | None) -> None:
+    """A hook of every registration of a submodule: PEFT's models of sharded layers get a class derived from theirs."""
+    if not isinstance(owner, (PeftModel, LoraModel, ModulesToSaveWrapper)) or child is None:
+        return
+    if not any(isinstance(module, ShardedModule) for module in child.modules()):
+        return
+    if isinstance(owner, ModulesToSaveWrapper):
+        if name == "original_module":
+            owner.register_load_state_dict_pre_hook(_take_parts)
+        return
+    added = _ShardedAdapters if isinstance(owner, LoraModel) else _WholeAdapters
+    if name == ("model" if isinstance(owner, LoraModel) else "base_model") and not isinstance(owner, added):
+        owner.__class__ = derived_class(type(owner), added)
+
+
+register_module_module_registration_hook(_install)
 
 
 def _whole(model: Any, adapters: list[str], save_embedding_layers: Any) -> dict[str, Tensor]:

@@ -43,7 +43,6 @@ from torch import Tensor, nn
 
 from ..checkpoint.full_state import entry_of, full_state_dict
 from ..diagnostics.digest_log import DigestLog
-from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
@@ -81,32 +80,14 @@ _NAMES_OF_TRL = """
 """
 # of the former, those of the last two lines do something only with others, which are refused
 HONOURED = frozenset(_NAMES.split() + _NAMES_OF_TRL.split())
-_NOT_WRAPPED = "no DistributedDataParallel is made"
 _ADVICE = {
     "deepspeed": "parallelize shards the model; leave DeepSpeed out",
     "fsdp": "call fully_shard on the model before the Trainer gets it, and leave fsdp out",
     "parallelism_config": "parallelize says over which ranks the model is sharded, dp_group the data parallel ranks",
     "torch_compile": "compile the model's layers yourself, before the Trainer gets it",
-    "torch_compile_backend": "compile the model's layers yourself, before the Trainer gets it",
-    "torch_compile_mode": "compile the model's layers yourself, before the Trainer gets it",
     "fp16": "use bf16=True, which needs no loss scaling, or write the loop with tp_invariant.optim.GradScaler",
-    "fp16_full_eval": "evaluate in the dtype of training",
-    "bf16_full_eval": "evaluate in the dtype of training",
-    "tf32": "set torch.backends yourself; this library's products take float32 as it is",
-    "use_liger_kernel": "its kernels would take the place of this library's, and see shards",
     "label_smoothing_factor": "give compute_loss_func, with tp_invariant.vocab_parallel_cross_entropy",
-    "neftune_noise_alpha": "the noise is drawn on each rank",
-    "auto_find_batch_size": "each rank would find its own",
-    "batch_eval_metrics": "give compute_metrics, which gets all batches",
     "push_to_hub": "upload what save_model has written",
-    "enable_jit_checkpoint": "a signal may reach some ranks only; write checkpoints by save_steps",
-    "save_on_each_node": "checkpoints are written to a filesystem that all ranks share, by rank 0",
-    "debug": "its hooks look at this rank's shards",
-    "ddp_backend": "torch.distributed is started before parallelize, with a backend of your choice",
-    **{
-        f"ddp_{name}": _NOT_WRAPPED
-        for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
-    },
 }
 
 
@@ -326,22 +307,6 @@ class Trainer(transformers.Trainer):
         counted = [p for name, p in self.model.named_parameters() if name not in embeddings]
         return sum(entry_of(p, specs[id(p)]).full_shape.numel() for p in counted)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **others: Any
-    ) -> Any:
-        head: Any = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
-        layers = [m for m in head.modules() if isinstance(m, Linear)] if isinstance(head, nn.Module) else []
-        # an adapter's layers are inside of the head, too
-        sharded = [m for m in layers if m.parallel_mode == "column" and not m.gather_output and m.group.size > 1]
-        if not prediction_loss_only and sharded:
-            raise ValueError(
-                f"the output layer leaves its {sharded[0].out_features} logits sharded over {sharded[0].group.size} "
-                "ranks, so "
-                "there are no whole predictions: set prediction_loss_only=True and give no compute_metrics, or "
-                "parallelize with the model's own plan, which gathers the logits"
-            )
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **others)
-
     # --- files ------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -430,7 +395,7 @@ def _own_arguments(
         if name not in HONOURED and value != default and (value or default):
             raise ValueError(
                 f"TrainingArguments: {name}={value!r} on rank {ranks.index} is not supported, only {default!r}: "
-                f"{_ADVICE.get(name, 'it is not known here')}"
+                f"{_ADVICE.get(name, 'it would act on a rank by itself, or is not known here')}"
             )
     facts = {f"TrainingArguments.{name}": repr(getattr(args, name)) for name in defaults if name not in _OWN}
     ranks.check_alike(facts, "Give the same on every rank")
