@@ -23,7 +23,6 @@ from ..comm.collectives import Group
 from ..core.elementwise import AroundLayers
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
-from ..core.torch_private import forward_pre_hooks_of
 from ..functional import stock
 from ..functional.linear import LinearCall, replicated_linear
 from ..functional.routing import top_k
@@ -166,10 +165,6 @@ class SafeRouting:
     def __init__(self, module: nn.Module, gemm_fn: GemmFn | None) -> None:
         self._entered: list[_Reroute] = []
         self._gemm_fn = gemm_fn
-        if any(
-            isinstance(getattr(hook, "__self__", None), SafeRouting) for hook in forward_pre_hooks_of(module).values()
-        ):
-            return
         with_key(module.register_forward_pre_hook(self._enter), "routing")
         with_key(module.register_forward_hook(self._leave, always_call=True), "routing")
 
