@@ -15,7 +15,7 @@ from bench_layer_contenders import Stack, as_contender, part_of_rank
 from torch import Tensor
 
 from tp_invariant import graphs
-from tp_invariant.comm import peer_copies, peer_kernels, peer_memory, wire
+from tp_invariant.comm import collectives, peer_copies, peer_kernels, peer_memory
 from tp_invariant.comm.collectives import Group
 from tp_invariant.gemm.weights import weight_cache
 
@@ -92,7 +92,7 @@ def slowest(values: list[float], device: torch.device, group: Group) -> list[flo
 @contextmanager
 def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
     """Bytes that this rank receives from others, counted from the shapes of what is moved; those by copy engine."""
-    gather, exchange, total = wire.start_all_gather, wire.start_all_to_all, 0
+    gather, exchange, total = collectives.start_all_gather, collectives.start_all_to_all, 0
     copy, copied, move = peer_copies.PeerCopies.start, 0, peer_kernels.PeerKernels.move
 
     def counted_gather(out: Tensor, local: Tensor, group: Any) -> Any:
@@ -118,13 +118,13 @@ def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
         total += (kernels.size - 1) * x.nbytes // blocks
         return move(kernels, x, shape, row, blocks, side_by_side)
 
-    wire.start_all_gather, wire.start_all_to_all = counted_gather, counted_exchange
+    collectives.start_all_gather, collectives.start_all_to_all = counted_gather, counted_exchange
     peer_copies.PeerCopies.start, peer_kernels.PeerKernels.move = counted_copy, counted_move
     stock.moved = 0
     try:
         yield lambda: (total + copied + stock.moved, copied)
     finally:
-        wire.start_all_gather, wire.start_all_to_all = gather, exchange
+        collectives.start_all_gather, collectives.start_all_to_all = gather, exchange
         peer_copies.PeerCopies.start, peer_kernels.PeerKernels.move = copy, move
 
 

@@ -2,21 +2,16 @@
 
 import copy
 import re
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
 from moved_bytes import DTYPES, check_ranks, run_ranks, special, worlds
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from tp_invariant import testing
-from tp_invariant.comm import collectives, wire
 from tp_invariant.comm.collectives import (
     Group,
-    duplicate_group,
     exchange_cols_for_rows,
     exchange_rows,
     gather_dim,
@@ -189,63 +184,6 @@ def test_group_of_a_wrong_type(wrong):
     text = f"tp_group={wrong!r} is a {type(wrong).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         resolve_group(wrong)
-
-
-@pytest.mark.parametrize(
-    ("device", "world"),
-    [
-        ("cpu", 4),
-        *(
-            pytest.param("cuda", n, marks=[pytest.mark.gpu, pytest.mark.skipif(n > GPUS, reason=f"needs {n} GPUs")])
-            for n in (2, 4)
-        ),
-    ],
-)
-def test_groups_of_the_same_ranks(device, world):
-    """Also if ranks are in different numbers of groups, from which torch would derive different names."""
-
-    def on_rank(tp_group):
-        group = resolve_group(tp_group)
-        names = wire.gather_objects(c10d._hash_ranks_to_str(dist.get_process_group_ranks(tp_group)), group)
-        again = duplicate_group(group, dist.get_backend(tp_group), "a test")
-        try:
-            own = torch.tensor([float(group.rank)], device=device)
-            return len(set(names)), gather_dim(own, 0, again).tolist(), again == group
-        finally:
-            dist.destroy_process_group(again.process_group)
-
-    for ranks in (world, *range(1, world)):  # the pool as a whole first: a larger one would be a new one
-        testing.run_ranks(lambda tp_group: None, ranks, device=device)
-    for differ, gathered, same in testing.run_ranks(on_rank, world, device=device):
-        assert differ > 1 and gathered == list(range(world)) and not same
-
-
-def prefetch_groups(tp_group):
-    """A first call in a capture, then two outside: the groups they return, and how many were created and connected."""
-    group, made = resolve_group(tp_group), []
-
-    def again(group, backend, purpose):
-        made.append((duplicate_group(group, "gloo", "a test"), backend))
-        return made[-1][0]
-
-    with (
-        mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
-        mock.patch.object(collectives, "duplicate_group", again),
-        mock.patch.object(collectives, "gather_major", wraps=gather_major) as connected,
-    ):
-        with mock.patch.object(collectives, "is_capturing", lambda: True):
-            captured = collectives.prefetch_group(group, torch.device("cpu"))
-        first, second = (collectives.prefetch_group(group, torch.device("cpu")) for _ in range(2))
-    ((side, backend),) = made
-    own = torch.tensor([float(group.rank)])
-    whole = gather_dim(own, 0, side).tolist()
-    del collectives._prefetch_groups[group]
-    dist.destroy_process_group(side.process_group)
-    return captured is group, first is side, second is side, backend, connected.call_count, whole
-
-
-def test_a_second_group_is_made_once_and_not_in_a_capture():
-    assert run_ranks(prefetch_groups, 3) == [(True, True, True, "nccl", 1, [0, 1, 2])] * 3
 
 
 def test_groups_and_meshes_on_ranks():

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.comm import peer_copies, peer_memory
+from tp_invariant.comm import collectives, peer_copies, peer_memory
 from tp_invariant.comm.collectives import (
     Group,
     Pending,
@@ -335,6 +335,10 @@ LENDING = {
 }
 
 
+# for what a CPU has
+ON_GPU = mock.patch.object(collectives, "_is_on_gpu", lambda x: True)
+
+
 def two_steps(tp_group, sp, owner_map, device="cpu", dtype=torch.float32, hidden=48, tokens=24):
     """Two steps of two MLPs of a shared input each: outputs and gradients of all."""
     torch.manual_seed(0)
@@ -366,7 +370,7 @@ def on_lent(tp_group):
             for owner_map in ("rows", "cols") if sp else ("rows", "replicate"):
                 want = two_steps(tp_group, sp, owner_map)
                 Lent.open = Lent.started = 0
-                with mock.patch.multiple(peer_copies, **LENDING):
+                with ON_GPU, mock.patch.multiple(peer_copies, **LENDING):
                     got = two_steps(tp_group, sp, owner_map)
                     most = Lent.open
                     weight_cache.clear()
@@ -397,8 +401,8 @@ def test_cached_gathers_are_not_in_leased_buffers(monkeypatch):
     """Nor is one that was started before `keep` was set, because a CUDA graph may read what is kept."""
     started = []
 
-    def start(weight, layout, *, lend, **options):
-        started.append(Lent(Pending(weight, None)) if lend else Pending(weight, None))
+    def start(weight, layout, peers):
+        started.append(Lent(Pending(weight, None)) if peers.lend else Pending(weight, None))
         return started[-1]
 
     monkeypatch.setattr(gemm_weights, "start_weight", start)

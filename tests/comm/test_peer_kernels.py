@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import tp_invariant as tpi
 from tp_invariant.comm import collectives, moves, peer_copies, peer_kernels, peer_memory
-from tp_invariant.comm.collectives import Group, Pending, gather_dim, resolve_group
+from tp_invariant.comm.collectives import NOT_LENT, Group, Peers, Pending, gather_dim, resolve_group
 from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
 
@@ -120,6 +120,8 @@ class Emulation:
 
         names = "start_gather_major", "start_gather_dim", "start_exchange_rows", "start_exchange_cols_for_rows"
         self._patches = [mock.patch.object(peer_kernels, name, start(name)) for name in names]
+        self._patches.append(mock.patch.object(moves, names[-1], start(names[-1])))
+        self._patches.append(mock.patch.object(collectives, "_is_on_gpu", lambda x: True))
         for patch in self._patches:
             patch.start()
         return self.asked
@@ -185,24 +187,24 @@ class Way:
 def test_what_is_overlapped_asks_for_a_copy_engine_first(monkeypatch):
     taken, group, x = [], Group(None, 0, 1), torch.ones(2, 8)
     monkeypatch.setattr(Way, "taken", taken, raising=False)
-    for module, name in ((peer_kernels, "kernel"), (peer_copies, "copy")):
-        for function in ("start_gather_dim", "start_exchange_rows"):
-            monkeypatch.setattr(module, function, Way(name))
-    monkeypatch.setattr(peer_kernels, "start_gather_major", Way("kernel"))
-    monkeypatch.setattr(peer_copies, "start_gather", Way("copy"))
+    for function in ("start_gather_dim", "start_exchange_rows", "start_gather_major"):
+        monkeypatch.setattr(peer_kernels, function, Way("kernel"))
+    for function in ("start_gather_dim", "start_exchange_rows", "start_gather"):
+        monkeypatch.setattr(peer_copies, function, Way("copy"))
     for start in (
-        lambda **options: moves.start_gather_dim(x, 0, group, **options),
-        lambda **options: moves.start_gather_major(x, group, **options),
-        lambda **options: moves.start_exchange_rows(x, [2], group, **options),
+        lambda peers: moves.start_gather_dim(x, 0, group, peers),
+        lambda peers: moves.start_gather_major(x, group, peers),
+        lambda peers: moves.start_exchange_rows(x, [2], group, peers),
     ):
-        for overlapped, order in ((False, ["kernel", "copy"]), (True, ["copy", "kernel"])):
+        for peers, order in (
+            (Peers(), ["kernel", "copy"]),
+            (Peers(overlapped=True), ["copy", "kernel"]),
+            (Peers(early=True), ["copy", "kernel"]),
+            (NOT_LENT, ["kernel"]),
+        ):
             taken.clear()
-            start(overlapped=overlapped)
+            start(peers)
             assert taken == order
-    for start in (moves.start_gather_major, lambda x, group, **o: moves.start_exchange_rows(x, [2], group, **o)):
-        taken.clear()
-        start(x, group, early=True)
-        assert taken == ["copy", "kernel"]
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ PROGRAM = """
 import sys, time
 import torch
 import torch.distributed as dist
-from tp_invariant.comm import wire
-from tp_invariant.comm.collectives import resolve_group
+from tp_invariant.comm.collectives import resolve_group, start_all_gather
 
 own, rank, seconds = sys.argv[1] == "own", int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[4]), 2, rank == 0)
@@ -20,7 +19,7 @@ group = resolve_group(dist.group.WORLD)
 def gather(wait):
     x, y = torch.ones(1000), torch.empty(2000)
     if own:
-        work = wire.start_all_gather(y, x, group)
+        work = start_all_gather(y, x, group)
     else:
         work = dist.all_gather_into_tensor(y, x, async_op=True)
     if wait:

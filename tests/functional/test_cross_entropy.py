@@ -329,17 +329,17 @@ def test_a_call_on_ranks_is_five_launches_and_two_gathers():
 def gathered_sizes(tp_group: Any, case: Case) -> list[int]:
     """How many elements this rank receives from each collective of one call."""
     sizes = []
-    whole = cross_entropy_module.gather_by_rank
+    whole = cross_entropy_module.gather_major
 
-    def spy(local, group):
+    def spy(local, group, **options):
         sizes.append(local.numel() * group.size)
-        return whole(local, group)
+        return whole(local, group, **options)
 
-    cross_entropy_module.gather_by_rank = spy
+    cross_entropy_module.gather_major = spy
     try:
         run(tp_group, case)
     finally:
-        cross_entropy_module.gather_by_rank = whole
+        cross_entropy_module.gather_major = whole
     return sizes
 
 

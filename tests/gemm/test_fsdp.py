@@ -91,14 +91,14 @@ def garbage_in_freed_memory():
     """fully_shard's memory holds garbage when it is freed, and comes back at the address that it had."""
     start, free = gemm_weights.start_weight, FSDPParam.free_unsharded_param
 
-    def start_weight(weight, layout, *, early, **options):
+    def start_weight(weight, layout, peers):
         if weight.untyped_storage().nbytes() == 0:
             weight = torch.full(weight.shape, 1e30)
 
         def now():
-            return start(weight, layout, early=early, **options)
+            return start(weight, layout, peers)
 
-        return Late(now) if early else now()
+        return Late(now) if peers.early else now()
 
     def free_unsharded_param(self):
         for memory in (output.untyped_storage() for output in self.all_gather_outputs):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.comm import wire
+from tp_invariant.comm import collectives
 from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.functional import linear
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
@@ -109,8 +109,8 @@ def trace(tp_group, **options):
 
     group = resolve_group(tp_group)
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
-        patch.setattr(wire, "start_all_gather", traced(wire.start_all_gather, "gather"))
-        patch.setattr(wire, "start_all_to_all", traced(wire.start_all_to_all, "exchange"))
+        patch.setattr(collectives, "start_all_gather", traced(collectives.start_all_gather, "gather"))
+        patch.setattr(collectives, "start_all_to_all", traced(collectives.start_all_to_all, "exchange"))
         x = torch.randn(8, 16)
         column = tpi.Linear(16, 32, bias=False, parallel_mode="column", tp_group=tp_group, gemm_fn=spy, **options)
         row = tpi.Linear(32, 16, bias=False, parallel_mode="row", tp_group=tp_group, gemm_fn=spy, **options)

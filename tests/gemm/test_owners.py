@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from tp_invariant.comm import wire
+from tp_invariant.comm import collectives
 from tp_invariant.comm.collectives import Group, resolve_group
 from tp_invariant.core.layout import shard, split_sizes
 from tp_invariant.gemm import gemm, owner_maps
@@ -177,8 +177,8 @@ def test_prefetch_through_collectives():
             return call
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wire, "start_all_gather", counted(wire.start_all_gather))
-            patch.setattr(wire, "start_all_to_all", counted(wire.start_all_to_all))
+            patch.setattr(collectives, "start_all_gather", counted(collectives.start_all_gather))
+            patch.setattr(collectives, "start_all_to_all", counted(collectives.start_all_to_all))
             return on_rank(tp_group)
 
     a, b, _ = problem(6, 9, 24, torch.float32)

@@ -35,7 +35,7 @@ class Layout:
 def gathers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            gemm_weights, "start_weight", lambda weight, layout, *, early, **_: layout.start(weight, early=early)
+            gemm_weights, "start_weight", lambda weight, layout, peers: layout.start(weight, early=peers.early)
         )
         yield
 

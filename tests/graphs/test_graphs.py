@@ -50,9 +50,9 @@ class Captured:
     def one(cls):
         start, cls.passes = gemm_weights.start_weight, [*cls.passes, []]
 
-        def noting(weight, layout, *, early, **options):
-            cls.passes[-1].append("ahead" if early else "when needed")
-            return start(weight, layout, early=early, **options)
+        def noting(weight, layout, peers):
+            cls.passes[-1].append("ahead" if peers.early else "when needed")
+            return start(weight, layout, peers)
 
         with mock.patch.object(gemm_weights, "start_weight", noting):
             yield

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import peer_memory
-from .collectives import Group, Pending, is_captured, is_capturing, stored, whole_shape
+from .group import Group, Pending, is_captured, is_capturing, stored, whole_shape
 from .peer_memory import PeerMemory, Shared, memory_of, transport
 
 logger = logging.getLogger(__name__)

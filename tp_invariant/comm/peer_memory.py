@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.torch_graphs import in_torch_graph
-from .collectives import Group
 from .exchange_store import meeting_of
+from .group import Group
 from .wire import gather_objects
 
 logger = logging.getLogger(__name__)

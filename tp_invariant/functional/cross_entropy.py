@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, resolve_group
-from ..comm.moves import gather_by_rank
+from ..comm.collectives import NOT_LENT, Group, gather_major, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, share_error
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
@@ -207,8 +206,8 @@ def _token_losses(kernels: ModuleType, x: Tensor, ids: Tensor, call: CrossEntrop
     shard, spec = call.shard, call.spec
     if shard.group.size == 1:
         return kernels.whole_losses(x, ids, spec)
-    extremes = gather_by_rank(kernels.row_extremes(x, ids, shard.real, shard.first, spec), shard.group)
-    sums = gather_by_rank(kernels.row_sums(x, ids, shard.real, extremes, spec), shard.group)
+    extremes = gather_major(kernels.row_extremes(x, ids, shard.real, shard.first, spec), shard.group, peers=NOT_LENT)
+    sums = gather_major(kernels.row_sums(x, ids, shard.real, extremes, spec), shard.group, peers=NOT_LENT)
     return kernels.token_losses(extremes, sums, ids, shard.width, spec)
 
 

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm.collectives import Group, gather_dim
-from ..comm.moves import gather_along, start_gather_major
+from ..comm.collectives import NOT_LENT, Group, gather_dim, start_gather_major
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import is_dtensor, with_dtensors
@@ -138,7 +137,7 @@ def _gradients(
             rows_per_sum=ROWS_PER_SUM, rms=rms, zero_centered=zero_centered, folded=whole,
         )  # fmt: skip
         if not whole:
-            sums = gather_along(dweight, 0, call.group)
+            sums = gather_dim(dweight, 0, call.group, peers=NOT_LENT)
             dweight, _ = kernels.fold_weight_gradients(sums, weight.dtype, None)
         return dx, dweight, None
     if need_weight or need_bias:
@@ -191,7 +190,7 @@ def _start_gather(call: NormCall, sums: Tensor, shape: torch.Size) -> Callable[[
     """One collective for the partial sums of gamma and beta; what it returns waits for it."""
     if call.sharding.world == 1:
         return lambda: sums
-    pending = start_gather_major(sums, call.group, lend=False)
+    pending = start_gather_major(sums, call.group, peers=NOT_LENT)
     return lambda: call.sharding.order_partial_sums(pending.wait(), shape)
 
 
@@ -229,7 +228,7 @@ def _start_head_sums(
         with_bias=with_bias,
     )
     of_heads = kernels.fold_partial_sums(blocks).view(-1, heads, shape[-1])  # of gamma, and of beta if with_bias
-    pending = [start_gather_major(sums, call.group, lend=False) for sums in of_heads]
+    pending = [start_gather_major(sums, call.group, peers=NOT_LENT) for sums in of_heads]
 
     def finish() -> Tensor:
         gathered = [p.wait().flatten(0, 1) for p in pending]

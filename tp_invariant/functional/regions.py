@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, resolve_group
-from ..comm.moves import gather_along
+from ..comm.collectives import NOT_LENT, Group, gather_dim, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, share_error
 from ..core.compiled import as_custom_op, stored_copy
 from ..core.differentiation import once_differentiable
@@ -90,7 +89,9 @@ def region_op(
 
 
 def _new_whole(x: Tensor, dim: int, group: Group) -> Tensor:
-    return gather_along(x, dim, group) if group.size > 1 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        gather_dim(x, dim, group, peers=NOT_LENT) if group.size > 1 else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _part(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -107,7 +108,7 @@ _GatherSequence = region_function(
 _ScatterSequence = region_function(
     "_ScatterSequence",
     lambda x, dim, group: _part(x, dim, group).clone(memory_format=torch.contiguous_format),
-    lambda grad, dim, group: gather_along(grad, dim, group).contiguous(),
+    lambda grad, dim, group: gather_dim(grad, dim, group, peers=NOT_LENT).contiguous(),
 )
 _gather_sequence = region_op(_GatherSequence, "gather_sequence", gather_scale)
 _scatter_sequence = region_op(_ScatterSequence, "scatter_sequence", scatter_scale)
@@ -176,7 +177,9 @@ def scatter_sequence(
 
 
 def _whole_features(x: Tensor, stride: Stride, group: Group) -> Tensor:
-    return deinterleave(gather_along(x, x.dim() - 1, group), dim=-1, world=group.size, stride=stride).contiguous()
+    return deinterleave(
+        gather_dim(x, x.dim() - 1, group, peers=NOT_LENT), dim=-1, world=group.size, stride=stride
+    ).contiguous()
 
 
 def _part_of_features(x: Tensor, stride: Stride, group: Group) -> Tensor:
@@ -208,7 +211,7 @@ def _to_heads(x: Tensor, heads: int, group: Group) -> Tensor:
 
 def _sum_of_heads(grad: Tensor, heads: int, group: Group) -> Tensor:
     """Gathered and added as at TP=1: a kernel of torch's may add in another order for another shape."""
-    whole = gather_along(grad, 1, group) if group.size > 1 else grad
+    whole = gather_dim(grad, 1, group, peers=NOT_LENT) if group.size > 1 else grad
     added = whole.contiguous().sum(1, keepdim=True, dtype=torch.promote_types(grad.dtype, torch.float32))
     return added.to(grad.dtype)
 

@@ -21,8 +21,16 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Group, Pending
-from ..comm.moves import exchange_cols_for_rows, gather_uneven, start_exchange_rows, start_gather_major
+from ..comm.collectives import (
+    NOT_LENT,
+    Group,
+    Peers,
+    Pending,
+    exchange_cols_for_rows,
+    gather_uneven,
+    start_exchange_rows,
+    start_gather_major,
+)
 from ..core.layout import Stride, split_sizes
 from ..core.options import OwnerMap
 from ..core.torch_graphs import in_torch_graph
@@ -110,18 +118,17 @@ class Product(NamedTuple):
     def row_sizes(self) -> list[int]:
         return split_sizes(self.a_shard.shape[0], self.group.size)
 
+    @property
+    def _peers(self) -> Peers:
+        return Peers(overlapped=self.overlapped, for_graphs=weight_cache.ahead_in_graphs)
+
     def start_whole_a(self) -> Pending:
         """All of A, rank-major: [P, T, K/P]."""
-        return start_gather_major(
-            self.a_shard, self.group, overlapped=self.overlapped, for_graphs=weight_cache.ahead_in_graphs
-        )
+        return start_gather_major(self.a_shard, self.group, peers=self._peers)
 
     def start_rows_of_a(self) -> Pending:
         """This rank's rows of A, rank-major: [P, T/P, K/P]."""
-        return start_exchange_rows(
-            self.a_shard, self.row_sizes, self.group,
-            overlapped=self.overlapped, for_graphs=weight_cache.ahead_in_graphs,
-        )  # fmt: skip
+        return start_exchange_rows(self.a_shard, self.row_sizes, self.group, peers=self._peers)
 
     def gemm(self, a: Pending, weight: Pending, owner_map: str, bias: Tensor | None) -> Tensor:
         """The product of what this rank holds of A and B by now."""
@@ -149,7 +156,7 @@ def _rows(p: Product) -> Callable[[], Tensor]:
 
     def finish() -> Tensor:
         c = p.gemm(a, weight, "rows", p.bias)
-        return c if p.scatter_rows else gather_uneven(c, 0, p.a_shard.shape[0], p.group)
+        return c if p.scatter_rows else gather_uneven(c, 0, p.a_shard.shape[0], p.group, peers=NOT_LENT)
 
     return finish
 
@@ -161,8 +168,8 @@ def _cols(p: Product) -> Callable[[], Tensor]:
     def finish() -> Tensor:
         c = p.gemm(a, weight, "cols", None if p.bias is None else p.bias.split(col_sizes)[p.group.rank])
         if p.scatter_rows:
-            return exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group)
-        return gather_uneven(c, 1, n, p.group)
+            return exchange_cols_for_rows(c, p.row_sizes, col_sizes, p.group, peers=NOT_LENT)
+        return gather_uneven(c, 1, n, p.group, peers=NOT_LENT)
 
     return finish
 

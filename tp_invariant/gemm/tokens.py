@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Group, Pending, is_capturing
-from ..comm.moves import start_gather_dim
+from ..comm.collectives import Group, Peers, Pending, is_capturing, start_gather_dim
 from ..core.torch_graphs import in_torch_graph
 from ..core.torch_private import current_backward, version_of
 
@@ -72,7 +71,7 @@ class _TokensOfGroup:
 
 
 def _start(x: Tensor, dim: int, group: Group, overlapped: bool = False) -> _Gather:
-    return _Gather(x.detach(), _key(x, dim), start_gather_dim(x, dim, group, overlapped=overlapped))
+    return _Gather(x.detach(), _key(x, dim), start_gather_dim(x, dim, group, peers=Peers(overlapped=overlapped)))
 
 
 def _key(x: Tensor, dim: int) -> tuple:
@@ -110,7 +109,7 @@ class SharedTokens:
         of.drop_captured()
         if not self.enabled or group.size == 1 or x.is_inference() or user.is_inference() or in_torch_graph():
             of.drop()
-            pending = start_gather_dim(x, dim, group)
+            pending = start_gather_dim(x, dim, group, peers=Peers())
             pending.exclusive = True
             return pending
         shared, backward = of.shared, current_backward() != -1

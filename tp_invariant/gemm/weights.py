@@ -34,8 +34,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..comm.collectives import Group, Pending, is_capturing
-from ..comm.moves import start_exchange_rows, start_gather_major
+from ..comm.collectives import Group, Peers, Pending, is_capturing, start_exchange_rows, start_gather_major
 from ..core.fsdp import resharded_whole
 from ..core.layout import split_sizes
 from ..core.torch_graphs import in_torch_graph
@@ -135,19 +134,17 @@ class WeightLayout(NamedTuple):
         return 1 if self.part == "cols" and cols % (8 * self.group.size) else self.k_dim
 
 
-def start_weight(weight: Tensor, layout: WeightLayout, *, early: bool, lend: bool, for_graphs: bool) -> Pending:
-    """Starts moving [P, ...weight's shape], or of its columns [P, N/P, K/P] or [P, K/P, N/P], as `layout` says; the
-    options are those of comm/moves.py."""
+def start_weight(weight: Tensor, layout: WeightLayout, peers: Peers) -> Pending:
+    """Starts moving [P, ...weight's shape], or of its columns [P, N/P, K/P] or [P, K/P, N/P], as `layout` says."""
     local, group = weight.detach(), layout.group
-    early = early and weight.is_cuda
     if layout.part == "whole":
-        return start_gather_major(local, group, early=early, lend=lend, for_graphs=for_graphs)
+        return start_gather_major(local, group, peers=peers)
     cols = local.shape[1 - layout.k_dim]
     if layout.k_dim_that_arrives(cols) == 0:
         local, sizes = _columns_by_rank(local, group.size), [local.shape[0]] * group.size
     else:
         local, sizes = local if layout.k_dim == 1 else local.t(), split_sizes(cols, group.size)
-    return start_exchange_rows(local, sizes, group, early=early, lend=lend, for_graphs=for_graphs)
+    return start_exchange_rows(local, sizes, group, peers=peers)
 
 
 def _columns_by_rank(local: Tensor, world: int) -> Tensor:
@@ -365,7 +362,8 @@ class WeightCache:
 
     def _start(self, weight: Tensor, layout: WeightLayout, *, early: bool) -> Pending:
         # a kept weight would hold a lent buffer for good
-        return start_weight(weight, layout, early=early, lend=not self.keep, for_graphs=self.ahead_in_graphs)
+        peers = Peers(early=early, lend=not self.keep, for_graphs=self.ahead_in_graphs)
+        return start_weight(weight, layout, peers)
 
 
 weight_cache = WeightCache()
