@@ -380,7 +380,7 @@ def on_lent(tp_group):
 
 
 def too_early(tp_group):
-    with tpi.set_tp_invariant_mode(True), mock.patch.multiple(peer_copies, **LENDING):
+    with ON_GPU, tpi.set_tp_invariant_mode(True), mock.patch.multiple(peer_copies, **LENDING):
         wait = Lent.wait
         with mock.patch.object(Lent, "wait", lambda self: (wait(self), self.release())[0]):
             return bool(two_steps(tp_group, True, "rows")[0].isnan().any())
