@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 
 from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.wire import gather_objects
@@ -30,6 +29,7 @@ from ..core.bits import raw_bytes, tensor_hash
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
 from ..core.pieces import pieces_of
+from ..core.torch_private import process_groups
 from ..layers.parameters import ShardedModule, ShardSpec, is_over_data, named_shard_specs
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def model_group(model: nn.Module) -> Group:
     # of a mesh without all of these, as of plain shards that fully_shard has cut, each rank would know other ranks
     ranks = frozenset().union(*(each for each in cut if each.issuperset(ranks_of(base))))
     if len(ranks) > base.size:
-        for process_group in c10d._world.pg_map:  # in the order in which they were made, on every rank
+        for process_group in process_groups():  # in the order in which they were made, on every rank
             if set(dist.get_process_group_ranks(process_group)) == ranks:
                 return resolve_group(process_group)
     return base

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.torch_graphs import in_torch_graph
+from ..core.torch_private import symmetric_memory
 from .exchange_store import meeting_of
 from .group import Group
 from .wire import gather_objects
@@ -76,10 +77,8 @@ class Shared:
     """A tensor of bytes and its like on all ranks: `addresses` of theirs, as this process sees them. Collective."""
 
     def __init__(self, own: Tensor, group_name: Any) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         with _without_multicast():
-            self._handle = _SymmetricMemory.rendezvous(own, group_name)
+            self._handle = symmetric_memory().rendezvous(own, group_name)
         self.own = own
         self.addresses: list[int] = list(self._handle.buffer_ptrs)
 
@@ -107,13 +106,11 @@ class PeerMemory:
     @torch.inference_mode(False)  # others than the first to use it may need gradients
     def share(self, nbytes: int) -> Shared | None:
         """Collective: so many bytes on each rank, zeros, or None where one has not got them."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         own: Tensor | None = None
         for _ in range(2):
             with contextlib.suppress(RuntimeError):
                 # not from the memory pool of symmetric_memory.empty: each buffer begins where its allocation does
-                own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
+                own = symmetric_memory().empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
                 break
             torch.cuda.empty_cache()  # what torch's allocator holds on to may be what is missing
         if not all(gather_objects(own is not None, self.group)):
@@ -149,7 +146,7 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return f"the tensors are on {device.type}" if device.type != "cuda" else "torch is not built for CUDA"
     try:
-        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: F401
+        symmetric_memory()
     except ImportError as error:
         return f"torch has no symmetric memory here ({error})"
     return None

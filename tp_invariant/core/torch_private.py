@@ -76,11 +76,6 @@ TABLE = (
         "ctx.needs_input_grad tells what some backward wants; this tells what the one that runs wants",
     ),
     PrivateName(
-        "saved_tensors_hooks",
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "whether saved_tensors_hooks are active, under which a saved tensor may come back as another object",
-    ),
-    PrivateName(
         "dispatch_modes",
         "torch.utils._python_dispatch",
         "TorchDispatchMode, an extension point in a private module; which modes must see each operator (selective "
@@ -141,6 +136,16 @@ TABLE = (
         "register_ordered",
         "torch._library",
         "collectives of a compiled graph run in one order on all ranks; torch.library has no public function for it",
+    ),
+    PrivateName(
+        "process_groups",
+        "torch.distributed.distributed_c10d._world.pg_map",
+        "a group of given ranks among those that exist, as a new one would need every rank of the job",
+    ),
+    PrivateName(
+        "symmetric_memory",
+        "torch._C._distributed_c10d._SymmetricMemory",
+        "memory of other GPUs; symmetric_memory.empty takes it from a pool, in which a buffer has no address of its own",
     ),
     PrivateName(
         "resolve_process_group",
@@ -276,11 +281,6 @@ def function_of(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
-def saved_tensors_hooks() -> Any:
-    """The innermost saved_tensors_hooks that apply; None if there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 # --- torch.compile ---------------------------------------------------------------------------------------------------
 
 DYNAMO_CONFIG = "torch._dynamo.config"
@@ -309,6 +309,24 @@ def skip_code(fn: Any) -> None:
 def register_ordered(name: str) -> None:
     """Has torch.compile run the operator `name` ("namespace::name") after earlier such ones and before later ones."""
     simple_registry.singleton.find(name).effect.register(effects.EffectType.ORDERED)
+
+
+def process_groups() -> list[Any]:
+    """All that this process is in, in the order in which they were made."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def symmetric_memory() -> Any:
+    """torch's class of memory that GPUs share.
+
+    Raises:
+        ImportError: this build of torch has none.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory
 
 
 def resolve_process_group(name: str) -> Any:
