@@ -145,7 +145,7 @@ TABLE = (
     PrivateName(
         "symmetric_memory",
         "torch._C._distributed_c10d._SymmetricMemory",
-        "memory of other GPUs; symmetric_memory.empty takes it from a pool, in which a buffer has no address of its own",
+        "memory of other GPUs; symmetric_memory.empty takes it from a pool, where a buffer has no address of its own",
     ),
     PrivateName(
         "resolve_process_group",
