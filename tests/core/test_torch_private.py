@@ -28,9 +28,6 @@ OF_OTHER_PROJECTS = {"_schedulers", "_optimizers", "_optimizer", "_models", "_da
 # of classes whose objects alone have the names
 INSTANCES = {torch._ops.OpOverload: torch.ops.aten.mm.default}
 
-# File: how many it may use yet. Files that are not listed use none. Lower a number with what a file no longer uses.
-ALLOWED: dict[str, int] = {}
-
 
 def files():
     folders = [PACKAGE, KERNELS]  # kernels/ and examples/ may be links inside the package, or folders of it
@@ -138,8 +135,7 @@ def private_names(source, own=frozenset()):
 @pytest.mark.parametrize("path", list(files()), ids=short)
 def test_private_names_of_torch_are_in_one_file(path):
     names = private_names(path.read_text(), defined_here())
-    allowed = ALLOWED.get(short(path), 0)
-    assert len(names) <= allowed, f"{short(path)} uses {sorted(names)}, {allowed} allowed: see core/torch_private.py"
+    assert not names, f"{short(path)} uses {sorted(names)}: see core/torch_private.py"
 
 
 def test_the_table_is_short_and_has_reasons():
