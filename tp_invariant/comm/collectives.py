@@ -22,6 +22,7 @@ from .group import (
     OnMesh,
     Peers,
     Pending,
+    concatenated,
     is_captured,
     is_capturing,
     is_first,
@@ -61,6 +62,9 @@ __all__ = [
 ]
 
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
+
+
 def _is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
@@ -71,7 +75,7 @@ def start_all_gather(out: Tensor, local: Tensor, group: Group) -> dist.Work | No
     if records is not None:
         records.begin(ALL_GATHER, local, (local.numel(),))
     try:  # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
-        work = dist.all_gather_into_tensor(out.view(-1), local.view(-1), group.process_group, async_op=True)
+        work = _all_gather(out.view(-1), local.view(-1), group.process_group, async_op=True)
         return held_until_it_ends(work, out, local)
     except RuntimeError as error:
         raise transfer_error(error, local, group) from error
@@ -137,7 +141,7 @@ def start_gather_dim(local: Tensor, dim: int, group: Group, *, peers: Peers | No
     if pending := peers and _is_on_gpu(local) and moves.start_gather_dim(local, dim, group, peers):
         return pending
     if not is_first(local, dim):
-        return start_gather_major(local, group, lambda major: torch.cat(major.unbind(0), dim=dim))
+        return start_gather_major(local, group, concatenated(dim))
     return _start_gather(local, whole_shape(local, dim, group), group)
 
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..core.compiled import set_group_type
 from ..core.dtensors import prepare_dtensors
 from ..core.torch_private import resolve_process_group
-from .wire import wait
+from .call_records import records_of
+from .wire import transfer_error
 
 
 @dataclass(frozen=True)
@@ -191,10 +192,22 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """The result; raises the errors of wire.wait."""
+        """The result.
+
+        Raises:
+            DeadRankError: ranks of the group have ended; names them.
+            RuntimeError: the ranks make different calls (call_records.py), or the collective failed otherwise.
+        """
         if self._work is not None:
             assert self._group is not None
-            wait(self._work, self._result, self._group)
+            records = records_of(self._group, self._result)
+            try:
+                if records is None:
+                    self._work.wait()
+                else:
+                    records.wait(self._work)
+            except RuntimeError as error:
+                raise transfer_error(error, self._result, self._group) from error
             self._work = self._operand = None  # work too keeps the operand alive
         if self._arrived is not None:
             torch.cuda.current_stream(self._result.device).wait_event(self._arrived)
@@ -238,6 +251,11 @@ def stored(x: Tensor) -> Tensor:
     conjugates some views by a flag alone, and its own collectives heed it."""
     x = x.contiguous()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
+def concatenated(dim: int) -> Callable[[Tensor], Tensor]:
+    """Makes what stands rank-major one tensor, with the ranks' parts one after another along `dim`."""
+    return lambda major: torch.cat(major.unbind(0), dim=dim)
 
 
 def is_first(x: Tensor, dim: int) -> bool:

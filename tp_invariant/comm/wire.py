@@ -1,4 +1,4 @@
-"""Waiting for a collective, and gathering objects; the errors name ranks that have ended (liveness.py).
+"""What collectives share, and gathering objects; the errors name ranks that have ended (liveness.py).
 
 `group` is a collectives.Group, or anything with its process_group, rank and size.
 """
@@ -64,23 +64,6 @@ def _wait_for_all() -> None:
     for work, _ in _running:
         with contextlib.suppress(RuntimeError):  # a rank that has ended, or that comes too late
             work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
-
-
-def wait(work: dist.Work, operand: Tensor, group: GroupLike) -> None:
-    """Waits for a collective on `operand`.
-
-    Raises:
-        DeadRankError: ranks of the group have ended; names them.
-        RuntimeError: the ranks make different calls (call_records.py), or the collective failed for another reason.
-    """
-    records = records_of(group, operand)
-    try:
-        if records is None:
-            work.wait()
-        else:
-            records.wait(work)
-    except RuntimeError as error:
-        raise transfer_error(error, operand, group) from error
 
 
 def gather_objects(own: T, group: GroupLike) -> list[T]:
