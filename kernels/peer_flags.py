@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .launch import launch_on, next_power_of_2
 from .peer_moves import EPOCHS, TAGS
+from .plans import Kernel
 
 FREE, ARRIVED = 0, 1  # kinds
 _FREE, _ARRIVED = tl.constexpr(FREE), tl.constexpr(ARRIVED)
@@ -98,7 +99,12 @@ def _free_kernel(
     tl.atomic_xchg(locks_ptr + buffer, 0, sem="release", scope="gpu")
 
 
-_KERNELS = {"claim": _claim_kernel, "arrived": _arrived_kernel, "wait": _wait_kernel, "free": _free_kernel}
+_KERNELS = {
+    operation: Kernel(kernel, num_warps=1, num_stages=1, sanitize_overflow=False)
+    for operation, kernel in (
+        ("claim", _claim_kernel), ("arrived", _arrived_kernel), ("wait", _wait_kernel), ("free", _free_kernel),
+    )
+}  # fmt: skip
 
 
 def peer_flags(
@@ -116,7 +122,7 @@ def peer_flags(
     """
     size = table.shape[0]
     with launch_on(words, "peer_flags"):
-        _KERNELS[operation][(1,)](
-            words, table, counts, locks, buffer, counts.shape[0], rank, tag, limit, size, next_power_of_2(size),
-            num_warps=1, num_stages=1, sanitize_overflow=False,
+        _KERNELS[operation](
+            words.device.index, (1,),
+            (words, table, counts, locks, buffer, counts.shape[0], rank, tag, limit), (size, next_power_of_2(size)),
         )  # fmt: skip

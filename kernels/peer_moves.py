@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch_on, next_power_of_2
+from .plans import Kernel
 
 TAGS = 2**12
 EPOCHS = 2**19 - 2  # even, as halves take turns; with TAGS and one more, so that no flag is 0, 31 bits
@@ -167,6 +168,10 @@ def _read_kernel(
     tl.atomic_xchg(state, (epoch + 1) % _EPOCHS, sem="release", scope="gpu")
 
 
+_gather = Kernel(_gather_kernel, num_warps=8, num_stages=1, sanitize_overflow=False)
+_read = Kernel(_read_kernel, num_warps=16, num_stages=1, sanitize_overflow=False)
+
+
 def _words(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.int32)
 
@@ -201,9 +206,10 @@ def peer_gather(
     size, words, row = table.shape[0], x.nbytes // 4, row // 4
     places = (words, 0, words) if row == words else (row, size * row, row)
     with launch_on(x, "peer_gather"):
-        _gather_kernel[(blocks_of(words),)](
-            _words(x), _words(out), table, states, rank, words, *places, capacity, tag, limit,
-            size, next_power_of_2(size), BLOCK, num_warps=8, num_stages=1, sanitize_overflow=False,
+        _gather(
+            x.device.index, (blocks_of(words),),
+            (_words(x), _words(out), table, states, rank, words, *places, capacity, tag, limit),
+            (size, next_power_of_2(size), BLOCK),
         )  # fmt: skip
     return out
 
@@ -241,9 +247,9 @@ def peer_read(
     size, vectors, row = table.shape[0], x.nbytes // blocks // VECTOR, row // VECTOR
     places = (row, size * row, row) if side_by_side else (max(vectors, 1), 0, vectors)
     with launch_on(x, "peer_read"):
-        _read_kernel[(CHUNKS,)](
-            _words(x), _words(out), table, states, rank, vectors, *places, slot, tag, limit,
-            size, next_power_of_2(size), blocks, CHUNKS, _VECTORS,
-            num_warps=16, num_stages=1, sanitize_overflow=False,
+        _read(
+            x.device.index, (CHUNKS,),
+            (_words(x), _words(out), table, states, rank, vectors, *places, slot, tag, limit),
+            (size, next_power_of_2(size), blocks, CHUNKS, _VECTORS),
         )  # fmt: skip
     return out

@@ -2,6 +2,7 @@
 
     planned    of a function of sizes, strides, dtypes and options: its result, such as a tile configuration and a grid
     Kernel     of a kernel and the kinds of its arguments: its compiled form, which is then launched directly
+    descriptor of a shape, strides, a block and a dtype: all but the tensor of a descriptor, which Triton has checked
 
 This is the only memory of earlier calls in the package. It holds no tensor and no address, and what it holds follows
 from the key alone. So to forget it, as to have it filled by another thread at the same time, changes the speed only.
@@ -10,7 +11,7 @@ from the key alone. So to forget it, as to have it filled by another thread at t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -48,12 +49,12 @@ def specialization(x: Any) -> Any:
     """What Triton compiles apart for, of an argument that is no constexpr: its type, whether a number is 1 or a
     multiple of 16 and how many bits it takes, how an address aligns, and the block of a descriptor."""
     kind = type(x)
+    if kind is Tensor or isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
     if kind is int:
         return x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
     if kind is float or x is None:
         return kind
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
     return kind, x.base.dtype, *x.block_shape
 
 
@@ -79,21 +80,38 @@ class Kernel:
         if interpreting():
             self._function[grid](*args, *constants, **self._options, **options)
             return
-        key = (self, device_index, constants, *options.items(), *[specialization(x) for x in args])
+        call = self, device_index, constants, *options.items()
+        # integers by their values, which takes a third of the time; floats by their class, so that 1.0 is not 1
+        key = *call, *[x if type(x) is int else specialization(x) for x in args]
         compiled = _plans.get(key)
         if compiled is None:
-            _store(key, self._function[grid](*args, *constants, **self._options, **options))
-        else:
-            compiled[grid](*args, *constants)
+            of_kinds = *call, *[specialization(x) for x in args]
+            compiled = _plans.get(of_kinds)
+            if compiled is None:
+                compiled = self._function[grid](*args, *constants, **self._options, **options)
+                _store(of_kinds, compiled)
+                _store(key, compiled)
+                return
+            _store(key, compiled)
+        compiled[grid](*args, *constants)
 
 
 def descriptor(
-    x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], *layout: Any, kind: Any = None
+    x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], make: Any = TensorDescriptor
 ) -> Any:
     """What a kernel reads blocks of x's memory through by TMA, seen with this shape and these strides.
 
-    layout, kind: of a kernel of Gluon's, its layout in shared memory, and Gluon's class of descriptors.
+    make: of x and three lists, shape, strides and block, the descriptor of a kernel of Gluon's.
     """
     if x.is_cuda:
         bind_context(x.get_device())
-    return (kind or TensorDescriptor)(x, list(shape), list(strides), list(block), *layout)
+    key = make, x.dtype, x.data_ptr() % 16 == 0, shape, strides, block
+    plan = _plans.get(key)
+    if plan is None:
+        described = make(x, list(shape), list(strides), list(block))  # Triton checks them
+        _store(key, (type(described), {**vars(described), "base": None}))
+        return described
+    kind, fields = plan
+    described = object.__new__(kind)
+    vars(described).update(fields, base=x)
+    return described

@@ -12,7 +12,6 @@ Imported by the first call that needs it, because Gluon has no interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,10 +53,13 @@ _biased_exponent = gluon.jit(tiles_of_triton.biased_exponent.fn)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
+def _described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
+
+
+def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> Any:
     """A TMA descriptor of a matrix in x's memory, for the kernels of this file."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
-    return plans.descriptor(x, shape, strides, block, layout, kind=TensorDescriptor)
+    return plans.descriptor(x, shape, strides, block, _described)
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ Imported by the first call that needs it, because Gluon has no interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +30,13 @@ from .. import plans
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
+def _described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
+
+
+def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> Any:
     """A TMA descriptor in x's memory, for the kernel of this file."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
-    return plans.descriptor(x, shape, strides, block, layout, kind=TensorDescriptor)
+    return plans.descriptor(x, shape, strides, block, _described)
 
 
 @gluon.jit

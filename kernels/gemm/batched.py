@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, interpreting, launch_on
+from ..plans import Kernel
 from .matmul import INTERPRETER_CONFIG, no_negated_views, product_tile
 from .matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
 from .operands import check_batches
@@ -26,6 +27,9 @@ def _batched_kernel(
         M, N, K, steps, 0, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, 0,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_K, False, False, False,
     )  # fmt: skip
+
+
+_batched = Kernel(_batched_kernel)
 
 
 def batched_matmul(
@@ -64,10 +68,13 @@ def batched_matmul(
         at_once = max(1, (2**31 - 1) // tiles)  # programs of one launch
         for start in range(0, batch, at_once):
             mine = slice(start, start + at_once)
-            _batched_kernel[(tiles * a[mine].shape[0],)](
-                a[mine], b[mine], c[mine], m, n, k, cdiv(k, config.block_k), *a.stride(), *b.stride(),
-                c.stride(0), c.stride(1),
-                BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-                EVEN_K=k % config.block_k == 0, num_warps=config.num_warps, num_stages=config.num_stages,
+            _batched(
+                a.device.index, (tiles * a[mine].shape[0],),
+                (
+                    a[mine], b[mine], c[mine], m, n, k, cdiv(k, config.block_k), *a.stride(), *b.stride(),
+                    c.stride(0), c.stride(1),
+                ),
+                (config.block_m, config.block_n, config.block_k, config.group_m, k % config.block_k == 0),
+                num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
         return c.to(out_dtype)

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, interpreting, launch_on
+from ..plans import Kernel
 from .aligned_copies import copied_matmul
 from .autotune import check_unmeasured
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
@@ -131,6 +132,9 @@ def _matmul_kernel(
     )  # fmt: skip
 
 
+_matmul = Kernel(_matmul_kernel)
+
+
 def _check_rank_major(
     a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
@@ -234,12 +238,16 @@ def matmul(
         c = out if in_place else torch.empty((m, n), device=a.device, dtype=c_dtype)
         grid = (cdiv(m, config.block_m) * cdiv(n, config.block_n),)
         block_k = promoted_block_k(config.block_k, promote_every)
-        _matmul_kernel[grid](
-            a, b, c, c if bias is None else bias,
-            m, n, k, cdiv(k, block_k), (promote_every or 0) // block_k,
-            a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), 0 if bias is None else bias.stride(0),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-            EVEN_K=k % block_k == 0, HAS_BIAS=bias is not None, ACCUMULATE=accumulate, PROMOTE=bool(promote_every),
+        _matmul(
+            a.device.index, grid,
+            (
+                a, b, c, c if bias is None else bias, m, n, k, cdiv(k, block_k), (promote_every or 0) // block_k,
+                a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), 0 if bias is None else bias.stride(0),
+            ),
+            (
+                config.block_m, config.block_n, block_k, config.group_m, k % block_k == 0, bias is not None,
+                accumulate, bool(promote_every),
+            ),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         if out is None:

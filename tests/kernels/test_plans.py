@@ -6,10 +6,14 @@ Without a GPU the compiled forms are stand-ins that run Triton's interpreter, so
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import native_specialize_impl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -123,7 +127,7 @@ def test_a_repeated_call_equals_a_fresh_one(table, name):
     of_first = list(function(*first))
     size = len(table)
     repeated = list(function(*second))
-    assert len(table) == size > 0 or (name == "product" and DEVICE == "cpu")  # of which interpreted ones have no plan
+    assert len(table) == size > 0
     table.clear()
     assert_bitwise_equal(repeated, list(function(*second)))
     with pytest.raises(AssertionError):  # the control: other values give other bits
@@ -181,17 +185,71 @@ def test_a_launch_is_of_the_kernel_compiled_for_its_arguments(table, monkeypatch
         (0, (x[1:], 32, 0.5), (True, 8), 4), (0, (half, 32, 0.5), (True, 8), 4), (0, (None, 32, 0.5), (True, 8), 4),
         (0, (x, 33, 0.5), (True, 8), 4), (0, (x, 1, 0.5), (True, 8), 4), (0, (x, 2**31, 0.5), (True, 8), 4),
         (0, (x, 32, 0.5), (False, 8), 4), (0, (x, 32, 0.5), (True, 16), 4), (0, (x, 32, 0.5), (True, 8), 8),
-        (1, (x, 32, 0.5), (True, 8), 4),
+        (1, (x, 32, 0.5), (True, 8), 4), (0, (x, 32.0, 0.5), (True, 8), 4), (0, (x, 32, 1), (True, 8), 4),
     ]  # fmt: skip
-    calls = [plain, *others, plain, *others, (0, (x[16:], 48, 0.25), (True, 8), 4)]
+    alike = [(0, (x[16:], 48, 0.25), (True, 8), 4), (0, (x, 32, 1.0), (True, 8), 4)]
+    calls = [plain, *others, plain, *others, *alike, *alike]
     for at, (index, args, constants, warps) in enumerate(calls):
         kernel(index, (3, at), args, constants, num_warps=warps)
-    assert [number for number, _, _ in function.launched] == [*range(11), *range(11), 0]
-    assert len(function.options) == 11
+    assert [number for number, _, _ in function.launched] == [*range(13), *range(13), 0, 0, 0, 0]
+    assert len(function.options) == 13
     assert function.options[9] == {"enable_fp_fusion": False, "num_warps": 8}
     for at, (_, grid, got) in enumerate(function.launched):
         _, args, constants, _ = calls[at]
         assert grid == (3, at, 1) and len(got) == 5 and all(a is b for a, b in zip(got, args + constants, strict=True))
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+def gluon_descriptor(x, shape, strides, block):
+    return Described(x, shape, strides, block, NVMMASharedLayout.get_default_for(block, gl.float32))
+
+
+DESCRIBED = [
+    (torch.float32, (8, 64), (64, 1), (4, 32)), (torch.float32, (8, 32), (64, 1), (4, 32)),
+    (torch.float32, (8, 64), (128, 1), (4, 32)), (torch.float32, (8, 64), (64, 1), (8, 32)),
+    (torch.float32, (8, 64), (64, 1), (4, 64)), (torch.float16, (8, 64), (64, 1), (4, 32)),
+    (torch.float32, (8, 4, 16), (64, 16, 1), (4, 1, 16)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [TensorDescriptor, gluon_descriptor])
+def test_a_descriptor_equals_one_that_triton_has_checked(table, make):
+    described = [case for case in DESCRIBED if case[0] == torch.float32 or make is TensorDescriptor]
+    for _ in range(2):
+        for dtype, shape, strides, block in described:
+            x = torch.zeros(1024, dtype=dtype, device=DEVICE)
+            made = plans.descriptor(x, shape, strides, block, make)
+            checked = make(x, list(shape), list(strides), list(block))
+            assert type(made) is type(checked) and vars(made).keys() == vars(checked).keys()
+            assert made.base is x and {**vars(made), "base": 0} == {**vars(checked), "base": 0}
+    assert len(table) == len(described)
+
+
+def test_what_triton_refuses_is_refused_after_a_plan_was_made(table):
+    x, block = torch.zeros(1024, device=DEVICE), (4, 32)
+    plans.descriptor(x, (8, 64), (64, 1), block)
+    for y, shape, strides in (
+        (x[1:], (8, 64), (64, 1)), (x.half(), (8, 64), (66, 1)), (x, (8, 64), (65, 1)), (x, (8, 64), (64, 2)),
+        (x, (0, 64), (64, 1)),
+    ):  # fmt: skip
+        for _ in range(2):
+            with pytest.raises(AssertionError):
+                plans.descriptor(y, shape, strides, block)
+    plans.descriptor(x.half(), (8, 64), (72, 1), block)
+    with pytest.raises(AssertionError):
+        plans.descriptor(x, (8, 64), (66, 1), block)
+    assert len(table) == 2
+
+
+def test_the_table_holds_no_tensor(table):
+    x = torch.zeros(1024, device=DEVICE)
+    first, second = (plans.descriptor(x, (8, 64), (64, 1), (4, 32)) for _ in range(2))
+    assert first.base is second.base is x
+    memory = weakref.ref(x)
+    del x, first, second
+    assert len(table) == 1 and memory() is None
 
 
 def test_a_plan_is_made_once_for_equal_arguments_and_none_is_a_plan(table):
