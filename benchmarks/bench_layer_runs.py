@@ -106,9 +106,9 @@ def _counting() -> Iterator[Callable[[], tuple[int, int]]]:
         total += out.nbytes * (sum(sizes) - sizes[group.rank]) // max(sum(sizes), 1)
         return exchange(out, x, received, sent, group, **options)
 
-    def counted_copy(copies: Any, source: Any, sent: Any, early: bool, may_allocate: bool) -> Any:
+    def counted_copy(copies: Any, source: Any, sent: Any, early: bool) -> Any:
         nonlocal copied
-        lease = copy(copies, source, sent, early, may_allocate)
+        lease = copy(copies, source, sent, early)
         if lease is not None:
             copied += (copies.machine.size - 1) * sent[copies.machine.rank][1]
         return lease
@@ -156,7 +156,7 @@ def lent_buffers(group: Group, device: torch.device) -> str:
         return ""
     graphs = 0 if copies.captured is None else copies.captured.allocated
     return (
-        f"TP={group.size}: buffers that copies land in took {copies.eager.allocated / 1e6:.0f} MB a rank in the end, "
+        f"TP={group.size}: buffers that copies land in took {copies.allocated / 1e6:.0f} MB a rank in the end, "
         f"those for CUDA graphs {graphs / 1e6:.0f} MB: for all parts and sizes above, for any number of layers.\n"
     )
 

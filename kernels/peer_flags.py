@@ -1,6 +1,6 @@
 """Flags between GPUs that a CUDA graph can hold: kernels of one warp that tell peers, and wait for them.
 
-A stream's own operations on flags (comm/peer_memory.py) carry numbers, which a graph would repeat. Here a counter in
+A stream's own operations on flags (comm/copy_machine.py) carry numbers, which a graph would repeat. Here a counter in
 the device's memory says how many times a buffer has been used, so each replay goes on where the one before ended:
 
     claim       waits until no other graph of this GPU has the buffer and all peers have freed its last use; counts one

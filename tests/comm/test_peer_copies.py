@@ -1,8 +1,8 @@
-"""Copies by copy engine: their protocol on simulated streams in many interleavings, eager and in graphs that are
-replayed; the flags' kernels; what chooses them; on GPUs their bytes."""
+"""Peer copies: their protocol on simulated streams in many interleavings; what chooses them; on GPUs their bytes."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import random
 from pathlib import Path
@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from simulated_ranks import GPUS, ON_GPUS, Corrupt, SimMachine, Stuck, World, host, program, read, write
+from simulated_ranks import GPUS, ON_GPUS, Corrupt, SimMachine, Stuck, World, host, program
 from torch.distributed import distributed_c10d as c10d
 
 import tp_invariant as tpi
-from tp_invariant import testing
-from tp_invariant.comm import collectives, peer_copies, peer_memory
+from tp_invariant.comm import collectives, copy_machine, peer_copies, peer_memory
 from tp_invariant.comm.collectives import (
     Group,
     Pending,
@@ -24,15 +23,13 @@ from tp_invariant.comm.collectives import (
     start_gather_dim,
     start_gather_major,
 )
-from tp_invariant.comm.peer_copies import PER_SIZE, PeerCopies, copies_of, copy_blocks, size_class
+from tp_invariant.comm.copy_protocol import PER_SIZE, Flag, PeerCopies, size_class
+from tp_invariant.comm.peer_copies import copies_of
 from tp_invariant.comm.peer_memory import transport
 from tp_invariant.core.torch_graphs import torch_graph
 from tp_invariant.gemm import weights as gemm_weights
 from tp_invariant.gemm.weights import WeightCache, WeightLayout, weight_cache
-from tp_invariant.kernels import launch, peer_flags
-from tp_invariant.testing import assert_bitwise_equal, digest, gpu_ranks, run_ranks, wide_randn
-
-SHARED = torch.cuda.device_count() < gpu_ranks()
+from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
 
 # --- simulated ranks ------------------------------------------------------------------------------------------------
 
@@ -61,7 +58,7 @@ def test_every_interleaving_reads_its_own_bytes(size, one_queue):
         assert max(machine.buffers for machine in machines) <= PER_SIZE
 
 
-WAITS = ("claim", "wait", "lane after compute", "compute after lane", "compute after compute")
+WAITS = ("until FREE", "until ARRIVED", "lane after compute", "compute after lane", "compute after compute")
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -75,7 +72,7 @@ def test_each_wait_is_needed(wait):
     assert failed > 3, f"without `{wait}` the interleavings are as good as with it"
 
 
-@pytest.mark.parametrize("word", ("free", "arrived"))
+@pytest.mark.parametrize("word", ("tell FREE", "tell ARRIVED"))
 def test_a_copy_whose_flag_is_missing_is_waited_for(word):
     with pytest.raises(Stuck):
         simulate(3, 0, without=(word,))
@@ -111,200 +108,120 @@ def idle_copies(limit):
 def test_buffers_are_bounded():
     copies = idle_copies(limit=2**40)
     sent = [(0, 5 * 2**20)] * 2
-    leases = [copies.start([], sent, False, True) for _ in range(PER_SIZE + 1)]
+    leases = [copies.start([], sent, False) for _ in range(PER_SIZE + 1)]
     assert leases[-1] is None
     assert (copies.started, copies.refused, copies.allocated) == (PER_SIZE, 1, PER_SIZE * size_class(10 * 2**20))
     leases[1].release()
     leases[1].release()  # once only
-    again = copies.start([], [(0, 3 * 2**20)] * 2, False, True)  # a smaller one fits in too
+    again = copies.start([], [(0, 3 * 2**20)] * 2, False)  # a smaller one fits in too
     assert again.index == leases[1].index
     leases[1].release()  # what it had is another's now
-    assert copies.start([], sent, False, True) is None
+    assert copies.start([], sent, False) is None
     with pytest.raises(AssertionError, match="read after it went back"):
         leases[1].wait()
     with mock.patch.object(copies.machine, "new_buffer", return_value=False) as asked:
-        assert copies.start([], [(0, 2**28)] * 2, False, True) is None
-        assert copies.start([], [(0, 2**28)] * 2, False, True) is None
+        assert copies.start([], [(0, 2**28)] * 2, False) is None
+        assert copies.start([], [(0, 2**28)] * 2, False) is None
     assert asked.call_count == 1
     small = idle_copies(limit=size_class(10 * 2**20))
-    assert small.start([], sent, False, True) is not None
-    assert small.start([], sent, True, True) is None
+    assert small.start([], sent, False) is not None
+    assert small.start([], sent, True) is None
 
 
-# --- simulated graphs -----------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------------------------
 
 
-def replays(world, machine, copies, graphs, order):
-    """A rank's program: `order` of graphs, each replayed as it was captured."""
-    for replay, graph in enumerate(order):
-        calls, first_tag = graphs[graph], 1000 * graph
-        copies._tag = first_tag  # as when it was captured
-        for buffer in copies.buffers:
-            buffer.tag, buffer.lent, buffer.released_on = 0, False, None
-        started = {}
-        for kind, n, *rest in calls:
-            yield "stepped"
-            if kind == "start":
-                sent, early, stream = rest
-                machine.on = machine.computes[stream]
-                source = [None] * max(begin + count for begin, count in sent)
-                values = [(graph, replay, n, machine.rank, i) for i in range(len(source))]
-                machine.put(machine.on, write(source, values))
-                started[n] = copies.start(source, sent, early, False), sent, source
-                continue
-            stream, _, releases_on = rest
-            machine.on = machine.computes[stream]
-            lease, sent, source = started.pop(n)
-            assert lease is not None
-            lease.wait()
-            begin, count = sent[machine.rank]
-            want = [(graph, replay, n, rank, begin + i) for rank in range(machine.size) for i in range(count)]
-            machine.put(machine.on, read(world, machine.rank, lease.index, want))
-            machine.put(machine.on, write(source, ["another"] * len(source)))
-            machine.on = machine.computes[releases_on]
-            lease.release()
-        machine.join()
+class HostDriver:
+    """copy_machine.Driver on this process's own memory, one operation at a time; waits are checked at the end."""
+
+    def __init__(self):
+        self.waits = []
+
+    def copy(self, stream, to, source, nbytes):
+        ctypes.memmove(to, source, nbytes)
+
+    def flags(self, stream, operations, count):
+        assert len(operations) == 6 * count  # CUstreamBatchMemOpParams has 48 bytes
+        for operation, address, value, flag, *_ in batched(operations, 6):
+            assert (operation, flag) in ((1, 1), (2, 0))  # wait until equal; write
+            if operation == 2:
+                ctypes.c_uint32.from_address(address).value = value
+            else:
+                self.waits.append((address, value))
+
+    def check(self):
+        waits, self.waits = self.waits, []
+        assert all(ctypes.c_uint32.from_address(address).value == value for address, value in waits)
+        return len(waits)
 
 
-def simulate_graphs(size, seed, orders, without=()):
-    """Two graphs, replayed by each rank in its order of `orders`."""
-    world = World(size, seed)
-    graphs = [program(seed, size), program(seed + 1000, size)]
-    machines = [SimMachine(world, rank, size, without) for rank in range(size)]
-    for rank, machine in enumerate(machines):
-        copies = PeerCopies(machine, limit=2**40)
-        copies.provide(1, 4)
-        world.hosts.append(replays(world, machine, copies, graphs, orders[rank]))
-    world.run()
-    return machines
+def batched(values, size):
+    return [values[i : i + size] for i in range(0, len(values), size)]
 
 
-@pytest.mark.parametrize("size", (2, 3, 4))
-def test_every_replay_reads_its_own_bytes(size):
-    for seed in range(24 // size):
-        machines = simulate_graphs(size, seed, [(0, 0, 1, 0, 1, 1)] * size)
-        assert all(sum(machine.counts.values()) >= 60 and not any(machine.locks.values()) for machine in machines)
+class HostMachine(copy_machine.CudaMachine):
+    """A CudaMachine whose ranks are in one process and share its memory."""
 
+    def __init__(self, rank, memory):
+        self.rank, self.size, self._memory = rank, len(memory), memory
+        self._words, self._buffers, self._operations = self._shared(0), [], {}
+        self._driver = copy_machine.driver()
 
-@pytest.mark.parametrize("wait", ("claim", "wait"))
-def test_each_wait_is_needed_in_graphs(wait):
-    failed = 0
-    for seed in range(8):
-        try:
-            simulate_graphs(3, seed, [(0, 0, 1)] * 3, without=(wait,))
-        except (Corrupt, Stuck):
-            failed += 1
-    assert failed > 4
+    def _shared(self, index):
+        shared = object.__new__(peer_memory.Shared)
+        shared.own = self._memory[self.rank][index]
+        shared.addresses = [memory[index].data_ptr() for memory in self._memory]
+        return shared
 
+    def current(self):
+        return mock.Mock(cuda_stream=0)
 
-def test_graphs_in_another_order_hang_and_never_read_wrong_bytes():
-    """The tags detect it: without them other graphs' bytes are read."""
-    found = {"tags": 0, "none": 0}
-    for seed in range(10):
-        with pytest.raises(Stuck):
-            simulate_graphs(2, seed, [(0, 1), (1, 0)])
-        try:
-            simulate_graphs(2, seed, [(0, 1), (1, 0)], without=("tags",))
-        except (Corrupt, Stuck) as error:
-            found["tags"] += isinstance(error, Corrupt)
-    assert found["tags"] > 5
+    def lane(self, early):
+        return mock.Mock(cuda_stream=1)
 
+    def mark(self, buffer, stream):
+        pass
 
-def test_nothing_is_allocated_in_a_capture():
-    copies = PeerCopies(SimMachine(World(2, 0), 0, 2), limit=2**40)
-    assert copies.start([], [(0, 1)] * 2, False, False) is None
-    copies.provide(1, 2)
-    leases = [copies.start([], [(0, 1)] * 2, False, False) for _ in range(3)]
-    assert [lease is None for lease in leases] == [False, False, True]
+    def after(self, stream, buffer):
+        pass
 
+    def follow(self, stream, other):
+        pass
 
-# --- the kernels ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not launch.interpreting(), reason="needs Triton's interpreter: no GPU here")
-def test_the_kernels(monkeypatch):
-    """Two ranks in turn: three uses of a buffer; then each wait times out, because its word is missing."""
-    from triton.runtime import interpreter
-
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
-    words = torch.zeros(2, 2, 4, 2, dtype=torch.int32)  # of rank; kind, buffer, rank
-    table = torch.tensor([words[0].data_ptr(), words[1].data_ptr()])
-    counts, locks = torch.zeros(2, 2, 4, dtype=torch.int32)
-
-    def do(operation, rank, tag=0, buffer=2):
-        peer_flags.peer_flags(operation, buffer, tag, words[rank], table, counts[rank], locks[rank], rank, 3)
-
-    for use in range(3):
-        for operation in ("claim", "arrived", "wait", "free"):
-            for rank in range(2):
-                do(operation, rank, tag=use)
-    assert counts[:, 2].tolist() == [3, 3]
-    assert not locks.any()
-    assert words[:, :, 2].tolist() == [
-        [[0, 3], [0, 4 * peer_flags.TAGS + 2]],
-        [[3, 0], [4 * peer_flags.TAGS + 2, 0]],
-    ]
-    assert not words[:, :, [0, 1, 3]].any()
-    do("claim", 0)
-    with pytest.raises(Exception, match="another CUDA graph does not give its buffer back"):
-        do("claim", 0)
-    with pytest.raises(Exception, match="has not come"):  # rank 1 has sent nothing
-        do("wait", 0)
-    do("claim", 1)
-    do("arrived", 1, tag=5)
-    with pytest.raises(Exception, match="has not come"):  # it has sent another collective's
-        do("wait", 0, tag=4)
-    do("wait", 0, tag=5)
-    do("free", 0)
-    with pytest.raises(Exception, match="has not come"):  # rank 1 has not read its last
-        do("claim", 0)
-
-
-# --- bytes ----------------------------------------------------------------------------------------------------------
-
-
-class HostMemory:
-    """A peer_memory.Shared whose ranks are in one process."""
-
-    def __init__(self, memory):
-        self.bytes_of = memory.__getitem__
+    def new_buffer(self, nbytes):
+        self._buffers.append(self._shared(len(self._buffers) + 1))
+        return True
 
 
 @pytest.mark.parametrize("size", (2, 3))
-def test_bytes_go_where_they_belong(size, monkeypatch):
-    memory = [torch.zeros(2**21, dtype=torch.uint8) for _ in range(size)]
-
-    class HostCopies:
-        def __init__(self, rank):
-            self.machine = SimMachine(World(size, 0), rank, size)
-            self.machine.copy = lambda stream, buffer, source, blocks: copy_blocks(HostMemory(memory), source, blocks)
-            self.machine.view = lambda buffer, dtype, shape: (
-                memory[rank][: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            )
-            self.copies = PeerCopies(self.machine, 2**40)
-
-        def start(self, source, sent, early):
-            return self.copies.start(source, sent, early, True), self.machine
-
+def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
+    words = 4 * 4 * copy_machine.MOST_BUFFERS * size
+    memory = [[torch.zeros(n, dtype=torch.uint8) for n in (words, 2**21, 2**21)] for _ in range(size)]
+    driver = HostDriver()
+    monkeypatch.setattr(copy_machine, "driver", lambda: driver)
+    machines = [HostMachine(rank, memory) for rank in range(size)]
     groups = [Group(None, rank, size) for rank in range(size)]
-    made = [HostCopies(rank) for rank in range(size)]
-    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group, sent: made[group.rank])
+    pools = {group.rank: PeerCopies(machine, 2**40) for group, machine in zip(groups, machines, strict=True)}
+    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group, sent: pools[group.rank])
     xs = [torch.randn(7, 5) for _ in range(size)]
     xs[-1] = xs[-1]._neg_view()  # which has other bytes in memory
     sizes = [0, 3, 4][-size:] if size == 3 else [6, 1]
-    for _ in range(2):
-        for start, want in (
-            (lambda x, group: peer_copies.start_gather(x, group), [torch.stack(xs)] * size),
-            (lambda x, group: peer_copies.start_gather_dim(x, 0, group), [torch.cat(xs)] * size),
-            (
-                lambda x, group: peer_copies.start_exchange_rows(x, sizes, group),
-                [torch.stack([x.split(sizes)[rank] for x in xs]) for rank in range(size)],
-            ),
-        ):
-            started = [start(x, group) for x, group in zip(xs, groups, strict=True)]
-            assert_bitwise_equal([pending.wait() for pending in started], want)
-            for pending in started:
-                pending.release()
+    for _ in range(3):  # the second and third time in buffers that were used
+        gathers = [peer_copies.start_gather(x, group) for x, group in zip(xs, groups, strict=True)]
+        rows = [peer_copies.start_exchange_rows(x, sizes, group) for x, group in zip(xs, groups, strict=True)]
+        assert driver.check() == size * (size - 1) * 2
+        for rank in range(size):
+            assert_bitwise_equal(gathers[rank].wait(), torch.stack(xs))
+            assert_bitwise_equal(rows[rank].wait(), torch.stack([x.split(sizes)[rank] for x in xs]))
+            gathers[rank].release()
+            rows[rank].release()
+        assert driver.check() == size * (size - 1) * 2
+        flat = [peer_copies.start_gather_dim(x, 0, g) for x, g in zip(xs, groups, strict=True)]
+        assert driver.check() == size * (size - 1)
+        for pending in flat:
+            assert_bitwise_equal(pending.wait(), torch.cat(xs))
+            pending.release()
+        assert driver.check() == size * (size - 1)
 
 
 # --- who uses lent buffers ------------------------------------------------------------------------------------------
@@ -380,7 +297,7 @@ def on_lent(tp_group):
 
 
 def too_early(tp_group):
-    with ON_GPU, tpi.set_tp_invariant_mode(True), mock.patch.multiple(peer_copies, **LENDING):
+    with tpi.set_tp_invariant_mode(True), ON_GPU, mock.patch.multiple(peer_copies, **LENDING):
         wait = Lent.wait
         with mock.patch.object(Lent, "wait", lambda self: (wait(self), self.release())[0]):
             return bool(two_steps(tp_group, True, "rows")[0].isnan().any())
@@ -513,7 +430,6 @@ def rounds_of_copies(tp_group):
                 assert_bitwise_equal(same, want)
                 checks += 1
         copies = copies_of(group, torch.device("cuda", torch.cuda.current_device()))
-    copies = copies.eager
     return checks, copies.started, copies.refused, copies.allocated <= copies.limit
 
 
@@ -558,12 +474,12 @@ def without_arrival(tp_group):
             lent = peer_copies.start_gather(x, group)
             lent.wait()
             lent.release()
-        machine = copies_of(group, x.device).eager.machine
+        machine = copies_of(group, x.device).machine
         flags = machine.flags
 
-        def deaf(stream, operation, buffer, tag):
-            if operation != "wait":
-                flags(stream, operation, buffer, tag)
+        def deaf(stream, buffer, number, *, tell=None, until=None):
+            if until != Flag.ARRIVED:
+                flags(stream, buffer, number, tell=tell, until=until)
 
         x += 10.0
         torch.cuda.synchronize()
@@ -573,7 +489,7 @@ def without_arrival(tp_group):
         with mock.patch.object(machine, "flags", deaf):
             lent = peer_copies.start_gather(x, group)
             seen = lent.wait()[1].clone()
-        machine.flags(machine.current(), "wait", lent._lease.index, lent._lease._buffer.tag)
+        machine.flags(machine.current(), lent._lease.index, lent._lease._buffer.number, until=Flag.ARRIVED)
         arrived = lent.wait()[1].clone()
         lent.release()
     return bool((seen == 12.0).all()), bool((arrived == 12.0).all())
@@ -592,11 +508,11 @@ def by_transport(tp_group, sp):
     sizes = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 1536, "tokens": 1536}
     with tpi.set_tp_invariant_mode(True):
         for choice in ("nccl", "copy_engine", "auto"):
-            before = 0 if choice == "nccl" else copies_of(group, device).eager.started
+            before = 0 if choice == "nccl" else copies_of(group, device).started
             least = mock.patch.object(peer_copies, "MIN_BYTES", 2**20)  # of blocks this small
             with least, mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice):
                 results = [two_steps(tp_group, sp, owner_map, **sizes) for owner_map in ("rows", "cols", "replicate")]
-            after = 0 if choice == "nccl" else copies_of(group, device).eager.started
+            after = 0 if choice == "nccl" else copies_of(group, device).started
             found.append((digest(results), after - before))
     return found
 
@@ -608,138 +524,3 @@ def test_layers_have_the_same_bits_by_either_transport(ranks, sp):
         assert nccl == copied == auto
         assert started > 40
         assert 0 < large <= started
-
-
-def rounds_in_a_graph(tp_group):
-    """Gathers and exchanges, several in flight, in a graph of two streams that is replayed with new values."""
-    group = resolve_group(tp_group)
-    late, choose = random.Random(group.rank), random.Random(0)
-    device = torch.device("cuda", torch.cuda.current_device())
-    sizes = [8 * (n % 3) for n in range(group.size)]
-    xs = [torch.zeros(sum(sizes), 1000 * (n + 1), device=device, dtype=torch.bfloat16) for n in range(4)]
-    results, side, graph = [], torch.cuda.Stream(), torch.cuda.CUDAGraph()
-
-    def all_of_it():
-        flying = []
-        for n in range(12):
-            x, early = xs[n % 4], n % 3 == 0
-            if n % 2:
-                flying.append((n, peer_copies.start_gather(x, group, early=early)))
-            else:
-                flying.append((n, peer_copies.start_exchange_rows(x, sizes, group, early=early)))
-            while len(flying) > choose.randrange(3):
-                n, lent = flying.pop(choose.randrange(len(flying)))
-                assert lent is not None
-                if n % 4 == 1:
-                    side.wait_stream(torch.cuda.current_stream())
-                    with torch.cuda.stream(side):
-                        results.append((n, lent.wait().clone()))
-                        lent.release()
-                    torch.cuda.current_stream().wait_stream(side)
-                else:
-                    results.append((n, lent.wait().clone()))
-                    lent.release()
-        for n, lent in flying:
-            results.append((n, lent.wait().clone()))
-            lent.release()
-
-    with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
-        peer_copies.prepare_for_graphs(group, device)
-        state = choose.getstate()
-        all_of_it()
-        peer_copies.prepare_for_graphs(group, device)
-        torch.cuda.synchronize()
-        results.clear()
-        choose.setstate(state)
-        before = copies_of(group, device).captured.started  # in graphs of other tests
-        with torch.cuda.graph(graph):
-            all_of_it()
-        started = copies_of(group, device).captured.started - before
-        for replay in range(30):
-            for n, x in enumerate(xs):
-                x.copy_(torch.randn(x.shape, device=device, generator=_generator(100 * replay + n, group.rank)))
-            if late.random() < 0.3:
-                torch.cuda._sleep(late.randrange(5_000_000))
-            graph.replay()
-            torch.cuda.synchronize()
-            for n, got in results:
-                x = xs[n % 4]
-                want = start_gather_major(x, group) if n % 2 else start_exchange_rows(x, sizes, group)
-                assert_bitwise_equal(got, want.wait())
-    return started
-
-
-def _generator(seed, rank):
-    return torch.Generator("cuda").manual_seed(1000 * seed + rank)
-
-
-@pytest.mark.parametrize("ranks", ON_GPUS)
-def test_graphs_hold_copies(ranks):
-    assert run_ranks(rounds_in_a_graph, ranks, device="cuda") == [12] * ranks
-
-
-def captured_steps(tp_group, choice):
-    """Two MLPs' training steps from one graph: outputs and gradients, and the number of copies in the graph."""
-    group = resolve_group(tp_group)
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.manual_seed(0)
-    options = dict(tp_group=tp_group, sequence_parallel=True, owner_map="rows", dtype=torch.bfloat16, device="cuda")
-    model = torch.nn.Sequential(
-        *(
-            layer
-            for _ in range(3)
-            for layer in (
-                tpi.LayerNormLinear(1024, 4096, parallel_mode="column", **options),
-                tpi.Linear(4096, 1024, parallel_mode="row", **options),
-            )
-        )
-    )
-    x = torch.randn(1536, 1024, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-    x = x.chunk(group.size)[group.rank].clone().requires_grad_()
-    graph, results = torch.cuda.CUDAGraph(), []
-
-    def step():
-        y = model(x)
-        return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
-
-    with (
-        mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=choice),
-        mock.patch.object(peer_copies, "MIN_BYTES", 2**18),
-        mock.patch.object(weight_cache, "ahead_in_graphs", True),
-        tpi.set_tp_invariant_mode(True),
-    ):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                eager = [t.detach().clone() for t in step()]
-            torch.cuda.synchronize()
-            started = 0
-            if choice == "auto" and group.size > 1:
-                started = copies_of(group, device).captured.started
-            with torch.cuda.graph(graph, stream=stream):
-                outputs = step()
-            if choice == "auto" and group.size > 1:
-                started = copies_of(group, device).captured.started - started
-            for _ in range(20):
-                graph.replay()
-            torch.cuda.synchronize()
-            assert_bitwise_equal([t.detach() for t in outputs], eager)
-            with torch.no_grad():
-                x.mul_(-0.5)
-            graph.replay()
-            results = [t.detach().clone() for t in outputs]
-        torch.cuda.synchronize()
-        weight_cache.clear()
-    parts = [testing.digest([start_gather_dim(results[i], 0, group).wait()]) for i in range(2)]
-    return parts, started
-
-
-@pytest.mark.skipif(SHARED, reason="what finds no buffer goes by gloo, which no graph holds")
-@pytest.mark.parametrize("ranks", ON_GPUS[::2])
-def test_a_captured_step_has_the_same_bits(ranks):
-    ((want, _),) = run_ranks(captured_steps, 1, "nccl", device="cuda")
-    for choice in ("nccl", "auto"):
-        for got, started in run_ranks(captured_steps, ranks, choice, device="cuda"):
-            assert got == want
-            assert started > 6 if choice == "auto" else started == 0, started  # more than one for each layer

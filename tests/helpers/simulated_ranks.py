@@ -64,7 +64,7 @@ class World:
 class SimMachine:
     """peer_copies.Machine; `without` names what it omits, to show that the tests notice it."""
 
-    def __init__(self, world, rank, size, without=()):
+    def __init__(self, world, rank, size, without):
         self.world, self.rank, self.size, self.without = world, rank, size, without
         first = SimStream(("compute", rank))
         self.computes = [first, SimStream(("compute", rank))]
@@ -72,8 +72,9 @@ class SimMachine:
         self.hardware = {s: first if world.one_queue else s for s in [*self.computes, *self.lanes]}
         world.streams += dict.fromkeys(self.hardware.values())
         self.on = first
-        self.buffers = self.copied = 0
-        self.counts, self.locks = {}, {}
+        self.buffers = 0
+        self.marks = {}
+        self.copied = 0
 
     def put(self, stream, operation):
         self.hardware[stream].queue.append(operation)
@@ -84,29 +85,29 @@ class SimMachine:
     def lane(self, early):
         return self.lanes[early]
 
-    def end_of(self, stream):
-        event = {"passed": False, "of": stream}
+    def mark(self, buffer, stream):
+        mark = self.marks[buffer] = {"passed": False, "of": stream}
 
         def pass_it():
-            event["passed"] = True
+            mark["passed"] = True
             yield "stepped"
 
         self.put(stream, pass_it())
-        return event
 
-    def after(self, stream, event):
-        if f"{stream.name[0]} after {event['of'].name[0]}" in self.without:
+    def follow(self, stream, other):
+        self.mark("now", other)
+        self.after(stream, "now")
+
+    def after(self, stream, buffer):
+        mark = self.marks[buffer]  # as it is at the launch: what is marked later is nothing to this wait
+        if f"{stream.name[0]} after {mark['of'].name[0]}" in self.without:
             return
 
         def wait():
-            while not event["passed"]:
+            while not mark["passed"]:
                 yield "blocked"
 
         self.put(stream, wait())
-
-    def follow(self, stream, other):
-        if stream != other:
-            self.after(stream, self.end_of(other))
 
     def new_buffer(self, nbytes):
         for memory in self.world.memory:  # a peer that is ahead may write before this rank comes here
@@ -124,48 +125,22 @@ class SimMachine:
             self.copied += block[-1]
             self.put(stream, move(*block))
 
-    def flags(self, stream, operation, buffer, tag):
-        """They count when they run, not when they are launched."""
+    def flags(self, stream, buffer, number, *, tell=None, until=None):
         peers = [peer for peer in range(self.size) if peer != self.rank]
-        words, tag = self.world.words, None if "tags" in self.without else tag
-
-        def claim():
-            while self.locks.get(buffer) and "locks" not in self.without:
-                yield "blocked"
-            self.locks[buffer] = True
-            count = self.counts.get(buffer, 0)
-            while "claim" not in self.without and any(
-                words[self.rank].get(("free", buffer, peer), 0) != count for peer in peers
-            ):
-                yield "blocked"
-            self.counts[buffer] = count + 1
-
-        def wait():
-            value = self.counts.get(buffer, 0), tag
-            while "wait" not in self.without and any(
-                words[self.rank].get(("arrived", buffer, peer)) != value for peer in peers
-            ):
-                yield "blocked"
 
         def write():
             for peer in peers:
-                count = self.counts.get(buffer, 0)
-                words[peer][operation, buffer, self.rank] = count if operation == "free" else (count, tag)
+                self.world.words[peer][tell, buffer, self.rank] = number
                 yield "stepped"
-            if operation == "free":
-                self.locks[buffer] = False
 
-        if operation not in self.without or operation in ("claim", "wait"):
-            self.put(stream, {"claim": claim, "wait": wait}.get(operation, write)())
+        def wait():
+            while any(self.world.words[self.rank].get((until, buffer, peer), 0) != number for peer in peers):
+                yield "blocked"
 
-    def join(self):
-        """Orders all later launches on any stream after all earlier ones: a graph after the previous graph."""
-        streams = [*self.computes, *self.lanes]
-        ends = [self.end_of(stream) for stream in streams]
-        for stream in streams:
-            for other, end in zip(streams, ends, strict=True):
-                if other != stream:
-                    self.after(stream, end)
+        if tell is not None and f"tell {tell.name}" not in self.without:
+            self.put(stream, write())
+        if until is not None and f"until {until.name}" not in self.without:
+            self.put(stream, wait())
 
 
 def write(source, values):
@@ -222,7 +197,7 @@ def host(world, machine, copies, calls, forgets=None):
             total = max(begin + count for begin, count in sent)
             source = [None] * total
             machine.put(machine.on, write(source, [(n, machine.rank, i) for i in range(total)]))
-            started[n] = copies.start(source, sent, early, True), sent, source
+            started[n] = copies.start(source, sent, early), sent, source
             continue
         stream, reads, releases_on = rest
         machine.on = machine.computes[stream]

@@ -169,7 +169,7 @@ def _unreachable(uuids: list[str], device: torch.device) -> str | None:
     return None
 
 
-def _first(reasons: list[str | None]) -> str | None:
+def first_reason(reasons: list[str | None]) -> str | None:
     return next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason is not None), None)
 
 
@@ -181,7 +181,7 @@ def _connect(group: Group, device: torch.device) -> PeerMemory | str:
         uuid, total = str(properties.uuid), properties.total_memory
     everyone: list[Any] = gather_objects((reason, _host(), uuid, total), group)
     reasons, hosts, uuids, totals = map(list, zip(*everyone, strict=True))
-    found = _first(reasons)
+    found = first_reason(reasons)
     if found is None and len(set(hosts)) > 1:
         found = "its ranks are on several hosts"
     overlapping = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # torch's own, for its tests
@@ -189,7 +189,7 @@ def _connect(group: Group, device: torch.device) -> PeerMemory | str:
         found = "several of its ranks share a device"
     if found is not None:
         return found
-    found = _first(gather_objects(_unreachable(uuids, device), group))
+    found = first_reason(gather_objects(_unreachable(uuids, device), group))
     if found is not None:
         return found
     memory = PeerMemory(group, device, min(totals) // MEMORY_SHARE)
@@ -197,7 +197,7 @@ def _connect(group: Group, device: torch.device) -> PeerMemory | str:
         reason = memory.check()
     except RuntimeError as error:
         reason = f"symmetric memory failed: {str(error).splitlines()[0]}"
-    return _first(gather_objects(reason, group)) or memory
+    return first_reason(gather_objects(reason, group)) or memory
 
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, PeerMemory | str]]
