@@ -8,10 +8,12 @@ Activations are [..., features] or [rows, features]; see core/layout.py for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from ..core.layout import split_sizes
 from . import moves
@@ -62,7 +64,16 @@ __all__ = [
 ]
 
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since torch 2.13
+# The group's own methods, where they are public: torch.distributed's functions put a logger and checks around them,
+# which keep the host longer than the call does.
+_GATHER_OPTIONS, _EXCHANGE_OPTIONS = AllgatherOptions(), AllToAllOptions()
+_GATHER_OPTIONS.asyncOp = _EXCHANGE_OPTIONS.asyncOp = True
+
+
+def _all_gather(out: Tensor, local: Tensor, process_group: Any) -> dist.Work:
+    if hasattr(process_group, "all_gather_single"):  # since torch 2.13
+        return process_group.all_gather_single(out, local, _GATHER_OPTIONS)
+    return dist.all_gather_into_tensor(out, local, process_group, async_op=True)
 
 
 def _is_on_gpu(x: Tensor) -> bool:
@@ -75,7 +86,7 @@ def start_all_gather(out: Tensor, local: Tensor, group: Group) -> dist.Work | No
     if records is not None:
         records.begin(ALL_GATHER, local, (local.numel(),))
     try:  # gloo and NCCL want the ranks stacked along dim 0 of an output with as many dims as the input
-        work = _all_gather(out.view(-1), local.view(-1), group.process_group, async_op=True)
+        work = _all_gather(out.view(-1), local.view(-1), group.process_group)
         return held_until_it_ends(work, out, local)
     except RuntimeError as error:
         raise transfer_error(error, local, group) from error
@@ -95,7 +106,8 @@ def start_all_to_all(
     if records is not None:
         records.begin(ALL_TO_ALL, x, (x.numel(), *sent) if alike is None else alike)
     try:
-        work = dist.all_to_all_single(out, x, list(received), list(sent), group.process_group, async_op=True)
+        process_group: Any = group.process_group
+        work = process_group.alltoall_base(out, x, list(received), list(sent), _EXCHANGE_OPTIONS)
         return held_until_it_ends(work, out, x)
     except RuntimeError as error:
         raise transfer_error(error, x, group) from error

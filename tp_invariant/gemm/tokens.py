@@ -90,7 +90,8 @@ class SharedTokens:
         return "shared_tokens"
 
     def _of(self, group: Group) -> _TokensOfGroup:
-        return self._groups.setdefault(group, _TokensOfGroup())
+        of = self._groups.get(group)
+        return self._groups.setdefault(group, _TokensOfGroup()) if of is None else of
 
     def take(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
         """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of.
@@ -112,10 +113,10 @@ class SharedTokens:
             pending = start_gather_dim(x, dim, group, peers=Peers())
             pending.exclusive = True
             return pending
-        shared, backward = of.shared, current_backward() != -1
-        if shared is None or shared.key != _key(x, dim) or shared.has_user(user, backward):
+        shared, backward, key = of.shared, current_backward() != -1, _key(x, dim)
+        if shared is None or shared.key != key or shared.has_user(user, backward):
             of.drop()
-            shared = of.shared = _start(x, dim, group)
+            shared = of.shared = _Gather(x.detach(), key, start_gather_dim(x, dim, group, peers=Peers()))
         shared.users.append((user, backward))
         return shared.pending
 

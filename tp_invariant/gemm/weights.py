@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ from .tokens import shared_tokens
 PASSES = 4  # of a forward or a backward: what was not used in so many is forgotten
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """Where in a program a weight is used."""
 
     INFERENCE = 0  # outside backward, gradients off
@@ -84,9 +84,9 @@ class Schedule:
             self._forget(self._passes - self._most_passes)
         self._pass.add(use)
         self._last_pass[use] = self._passes
-        for before in {self._before, self._before[-1:]}:
-            self._followers[before] = use, phase
-        self._before = (*self._before[-1:], (use, phase))
+        last = self._before[-1:]
+        self._followers[last] = self._followers[self._before] = use, phase
+        self._before = (*last, (use, phase))
 
     def _forget(self, oldest: int) -> None:
         old = {use for use, last in self._last_pass.items() if last < oldest}
@@ -161,13 +161,16 @@ def _columns_by_rank(local: Tensor, world: int) -> Tensor:
 # --- what is gathered -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Use:
     """A layout of the weight in this memory, which `weight`, an alias, holds: no other weight gets its address."""
 
     memory: tuple
     layout: WeightLayout
     weight: Tensor = field(compare=False)
+
+    def __hash__(self) -> int:
+        return hash(self.memory[0])
 
 
 def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
@@ -184,10 +187,6 @@ def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
     if resharded_whole(weight) is not None:
         return None
     return _Use(_memory_of(weight), layout, weight.detach())
-
-
-def _is_autocast_on(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _memory_of(weight: Tensor) -> tuple:
@@ -265,14 +264,16 @@ class WeightCache:
         return "weight_cache"
 
     def _of(self, group: Group) -> _WeightsOfGroup:
-        return self._groups.setdefault(group, _WeightsOfGroup(Schedule(self.passes)))
+        of = self._groups.get(group)
+        return self._groups.setdefault(group, _WeightsOfGroup(Schedule(self.passes))) if of is None else of
 
     def holds(self, weight: Tensor, *layouts: WeightLayout) -> list[bool]:
-        """Whether each of these layouts of `weight` as it is now is here or on its way."""
-        if in_torch_graph():
+        """Whether each of these layouts of `weight` as it is now, over one group, is here or on its way."""
+        of, capturing = self._of(layouts[0].group), is_capturing()
+        if in_torch_graph() or not (of.kept or capturing in of.early):
             return [False] * len(layouts)
         uses = [_use_of(weight, layout) for layout in layouts]
-        return [use is not None and self._of(use.layout.group).find(use, is_capturing()) is not None for use in uses]
+        return [use is not None and of.find(use, capturing) is not None for use in uses]
 
     def prefetch(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is here or on its way, for its next use."""
