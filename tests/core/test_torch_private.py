@@ -168,7 +168,7 @@ def test_the_installed_torch_has(entry):
     owner, last = INSTANCES.get(owner, owner), parts[-1]
     there = length == len(parts) or hasattr(owner, last) or last in getattr(owner, "__annotations__", {})
     there = there or (inspect.isfunction(owner) and last in words_of_torch())  # which it sets
-    there = there or (inspect.isclass(owner) and f"self.{last}" in inspect.getsource(owner))  # an attribute of its objects
+    there = there or (inspect.isclass(owner) and f"self.{last}" in inspect.getsource(owner))
     assert there, f"torch {torch.__version__} has no {entry.path}"
 
 
