@@ -2,6 +2,7 @@
 
     planned    of a function of sizes, strides, dtypes and options: its result, such as a tile configuration and a grid
     Kernel     of a kernel and the kinds of its arguments: its compiled form, which is then launched directly
+    store      of a key that an operation makes, with `layouts` of its operands: what `find` gives a later call
     descriptor of a shape, strides, a block and a dtype: all but the tensor of a descriptor, which Triton has checked
 
 This is the only memory of earlier calls in the package. It holds no tensor and no address, and what it holds follows
@@ -15,16 +16,36 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import bind_context, interpreting
 
 _MAX_PLANS = 16384  # then all of them are made again: sizes may change at every call
 _plans: dict[tuple, Any] = {}
+_PLAIN = (Tensor, Parameter)
 Planned = TypeVar("Planned", bound=Callable[..., Any])
 
 
-def _store(key: tuple, plan: Any) -> None:
+def layouts(*tensors: Tensor | None) -> tuple | None:
+    """All that decides whether and how an operation takes these tensors, for a key; None in the place of a None.
+
+    None altogether where a plan is not for them: subclasses of Tensor, and tensors that torch negates by a flag alone.
+    """
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN or x.is_neg()):
+            return None
+    return tuple(
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0) for x in tensors]
+    )
+
+
+def find(key: tuple) -> Any:
+    """The plan that `store` was given with this key, or None."""
+    return _plans.get(key)
+
+
+def store(key: tuple, plan: Any) -> None:
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
@@ -39,7 +60,7 @@ def planned(function: Planned) -> Planned:
         plan = _plans.get(key, _plans)
         if plan is _plans:  # there is none
             plan = function(*args)
-            _store(key, plan)
+            store(key, plan)
         return plan
 
     return find  # type: ignore[return-value]
@@ -89,10 +110,10 @@ class Kernel:
             compiled = _plans.get(of_kinds)
             if compiled is None:
                 compiled = self._function[grid](*args, *constants, **self._options, **options)
-                _store(of_kinds, compiled)
-                _store(key, compiled)
+                store(of_kinds, compiled)
+                store(key, compiled)
                 return
-            _store(key, compiled)
+            store(key, compiled)
         compiled[grid](*args, *constants)
 
 
@@ -109,7 +130,7 @@ def descriptor(
     plan = _plans.get(key)
     if plan is None:
         described = make(x, list(shape), list(strides), list(block))  # Triton checks them
-        _store(key, (type(described), {**vars(described), "base": None}))
+        store(key, (type(described), {**vars(described), "base": None}))
         return described
     kind, fields = plan
     described = object.__new__(kind)

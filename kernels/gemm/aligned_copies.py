@@ -97,7 +97,7 @@ def copied_matmul(
     c_fits = _fits(n, out_dtype) if out is None else _is_addressable(out)
     unaligned: Unaligned | None = (addressable[0] is None, addressable[1] is None, not c_fits)
     if not always:
-        a_split, b_split = (x is None or x[0].stride(0) % 16 > 0 for x in addressable)
+        a_split, b_split = (x is None or x[0].strides[0] % 16 > 0 for x in addressable)
         if not any(unaligned) and not a_split and not b_split:
             return None
         multiprocessors = matmul_tma.multiprocessors_of(a.get_device())

@@ -23,11 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, interpreting, launch_on
-from ..plans import Kernel
+from ..plans import Kernel, find, layouts
 from .aligned_copies import copied_matmul
-from .autotune import check_unmeasured
+from .autotune import check_unmeasured, is_enabled
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
-from .matmul_tma import rank_major_operands, tma_matmul, tma_operands
+from .matmul_tma import rank_major_operands, split, tma_matmul, tma_operands
 from .operands import check_bias, check_kinds, check_operands, check_output, check_promotion, written
 
 # In the interpreter tl.dot is one BLAS call per block, so block_k does change bits there: all shapes share one value.
@@ -135,6 +135,9 @@ def _matmul_kernel(
 _matmul = Kernel(_matmul_kernel)
 
 
+_OPTIONS = (type(None), torch.dtype, int)  # whose equality says that they mean the same
+
+
 def _check_rank_major(
     a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
@@ -163,6 +166,16 @@ def _check_rank_major(
 def no_negated_views(*tensors: Tensor | None) -> list[Any]:
     """The tensors, with a copy of each that torch negates only by a flag (z.conj().imag), which kernels do not see."""
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
+
+
+def _key(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
+) -> tuple | None:
+    """Of what decides a product with a new output but the operands' memory; None for a call that has no plan."""
+    of_tensors = layouts(a, b, bias)
+    if of_tensors is None or type(out_dtype) not in _OPTIONS or type(promote_every) not in _OPTIONS:
+        return None
+    return matmul, *of_tensors, out_dtype, promote_every
 
 
 def matmul(
@@ -202,6 +215,13 @@ def matmul(
             rows, that shares memory with an operand or the bias, or that is negated by a flag, accumulate without out,
             a promote_every that is not a multiple of 128, or a device that cannot run Triton kernels.
     """
+    key = None
+    if out is None and config is None and not accumulate and not interpreting() and not is_enabled():
+        key = _key(a, b, bias, out_dtype, promote_every)
+        prepared = None if key is None else find(key)
+        if prepared is not None:  # the arguments of an earlier call, which were checked, had the same layouts
+            with launch_on(a, "matmul"):
+                return prepared(a, b, bias)  # type: ignore[no-any-return]
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     check_promotion(promote_every)
@@ -213,13 +233,13 @@ def matmul(
     if config is None:
         operands = tma_operands(a, b, out_dtype, out)
         with launch_on(a, "matmul"):
-            if operands is None or operands.a.stride(0) % 16 or operands.b.stride(0) % 16:
+            if operands is None or any(split(operands.a, operands.b)):
                 c = copied_matmul(a, b, bias, out_dtype, out, accumulate, promote_every)
                 if c is not None:
                     return c
             if operands is not None:
                 return tma_matmul(
-                    operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every
+                    operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
                 )
         check_unmeasured(a)
         spare = accumulate or promote_every is not None

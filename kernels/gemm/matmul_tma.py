@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
 from ..launch import cdiv
-from ..plans import Kernel, descriptor, planned
+from ..plans import Kernel, descriptor, planned, store
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
 from .operands import written
@@ -157,6 +157,14 @@ def _persistent_matmul_kernel(
             _finish(acc_narrow, c_desc, bias_ptr, row, col + WIDE, N, stride_bias, NARROW, HAS_BIAS, ACCUMULATE, False)
 
 
+class Rows(NamedTuple):
+    """A matrix whose rows are contiguous in memory, with this shape and strides, from where x begins."""
+
+    x: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 class TmaOperands(NamedTuple):
     """Two matrices that TMA can address, in the form that the kernel takes.
 
@@ -166,8 +174,8 @@ class TmaOperands(NamedTuple):
     piece_k       K / (P * S), how much of K is contiguous; K if ranks is 1
     """
 
-    a: Tensor
-    b: Tensor
+    a: Rows
+    b: Rows
     a_transposed: bool
     b_transposed: bool
     m: int
@@ -177,16 +185,16 @@ class TmaOperands(NamedTuple):
     piece_k: int = 0
 
 
-def tma_layout(x: Tensor) -> tuple[Tensor, bool] | None:
+def tma_layout(x: Tensor) -> tuple[Rows, bool] | None:
     """x or its transpose, whichever has contiguous rows that TMA can address, and whether it is the transpose."""
     if x.data_ptr() % _ALIGNMENT:
         return None
     (rows, cols), (outer, inner) = x.shape, x.stride()
     unit = _ALIGNMENT // x.element_size()
     if inner == 1 and outer >= cols and outer % unit == 0:
-        return x, False
+        return Rows(x, (rows, cols), (outer, 1)), False
     if outer == 1 and inner >= rows and inner % unit == 0:
-        return x.t(), True
+        return Rows(x, (cols, rows), (inner, 1)), True
     return None
 
 
@@ -294,9 +302,9 @@ def _plan(
     )  # fmt: skip
 
 
-def _split(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+def split(a: Rows, b: Rows) -> tuple[bool, bool]:
     """Whether rows in memory are no multiple of 32 bytes."""
-    return a.stride(0) % 16 > 0, b.stride(0) % 16 > 0
+    return a.strides[0] % 16 > 0, b.strides[0] % 16 > 0
 
 
 def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool) -> MatmulConfig | None:
@@ -308,10 +316,41 @@ def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool)
         tma_matmul(x, bias, c.dtype, config, out=scratch(), accumulate=accumulate)
 
     call = autotune.Call(
-        x.m, x.n, x.k, x.a_transposed, x.b_transposed, *_split(x.a, x.b),
-        x.a.dtype, c.dtype, has_bias, accumulate, index,
+        x.m, x.n, x.k, x.a_transposed, x.b_transposed, *split(x.a, x.b),
+        x.a.x.dtype, c.dtype, has_bias, accumulate, index,
     )  # fmt: skip
     return autotune.configuration(call, launch)
+
+
+class Prepared(NamedTuple):
+    """A product of operands of known layouts, but for them.
+
+    a, b, c  the shapes and strides in memory
+    numbers  that the kernel takes after its tensors
+    """
+
+    plan: _Plan
+    a: tuple[tuple[int, ...], tuple[int, ...]]
+    b: tuple[tuple[int, ...], tuple[int, ...]]
+    c: tuple[tuple[int, ...], tuple[int, ...]]
+    out_dtype: torch.dtype
+    numbers: tuple[int, ...]
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor | None = None) -> Tensor:
+        """Computes c, on the current device."""
+        plan = self.plan
+        if c is None:
+            c = torch.empty(self.c[0], device=a.device, dtype=self.out_dtype)
+        narrow = None if plan.narrow_block is None else descriptor(b, *self.b, plan.narrow_block)
+        _persistent_matmul(
+            c.get_device(), (plan.programs,),
+            (
+                descriptor(a, *self.a, plan.a_block), descriptor(b, *self.b, plan.b_block), narrow,
+                descriptor(c, *self.c, plan.c_block), c if bias is None else bias, *self.numbers,
+            ),
+            plan.constants, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
+        )  # fmt: skip
+        return c
 
 
 def tma_matmul(
@@ -323,34 +362,25 @@ def tma_matmul(
     out: Tensor | None = None,
     accumulate: bool = False,
     promote_every: int | None = None,
+    key: tuple | None = None,
 ) -> Tensor:
     """c [M, N] = a @ b (+ bias), on the current device; matmul.matmul has checked the arguments.
 
-    config: for tests and tuning; None takes the table's.
+    config: for tests and tuning; None takes the table's. key: with which the table of plans gets the call prepared.
     """
     a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
     if bias is not None and n * bias.stride(0) > MAX_SIDE:
-        bias = bias.contiguous()  # the kernel's offsets are 32-bit
-    c = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
-    index = c.get_device()
+        bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit
+    c = torch.empty((m, n), device=a.x.device, dtype=out_dtype) if out is None else out
     if config is None and ranks == 1 and promote_every is None and autotune.is_enabled():
-        config = _autotuned(x, bias, c, accumulate)
+        config, key = _autotuned(x, bias, c, accumulate), None
     plan = _plan(
-        m, n, k, ranks, piece_k, a_transposed, b_transposed, *_split(a, b),
-        out_dtype, bias is not None, accumulate, promote_every, multiprocessors_of(index), config,
+        m, n, k, ranks, piece_k, a_transposed, b_transposed, *split(a, b),
+        out_dtype, bias is not None, accumulate, promote_every, multiprocessors_of(c.get_device()), config,
     )  # fmt: skip
-
-    def describe(matrix: Tensor, block: tuple[int, int]) -> object:
-        return descriptor(matrix, matrix.shape, matrix.stride(), block)
-
-    narrow = None if plan.narrow_block is None else describe(b, plan.narrow_block)
-    _persistent_matmul(
-        index, (plan.programs,),
-        (
-            describe(a, plan.a_block), describe(b, plan.b_block), narrow, describe(c, plan.c_block),
-            c if bias is None else bias, m, n, plan.steps, plan.promoted_steps,
-            0 if bias is None else bias.stride(0), ranks, piece_k,
-        ),
-        plan.constants, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
-    )  # fmt: skip
+    numbers = m, n, plan.steps, plan.promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k
+    prepared = Prepared(plan, a[1:], b[1:], (c.shape, c.stride()), out_dtype, numbers)
+    if key is not None:
+        store(key, prepared)
+    prepared(a.x, b.x, bias, c)
     return c if out is None else written(out)

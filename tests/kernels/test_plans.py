@@ -22,7 +22,7 @@ from tp_invariant.kernels import plans
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
 from tp_invariant.kernels.experts import grouped, routing
-from tp_invariant.kernels.gemm import matmul
+from tp_invariant.kernels.gemm import matmul, matmul_tma
 from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding
 from tp_invariant.kernels.vocabulary.loss_spec import LossSpec
@@ -197,6 +197,72 @@ def test_a_launch_is_of_the_kernel_compiled_for_its_arguments(table, monkeypatch
     for at, (_, grid, got) in enumerate(function.launched):
         _, args, constants, _ = calls[at]
         assert grid == (3, at, 1) and len(got) == 5 and all(a is b for a, b in zip(got, args + constants, strict=True))
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checked(table, monkeypatch):
+    """The calls of matmul that were checked, which is what one with a plan is not; on a CPU by TMA's kernel, too."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(matmul, "interpreting", lambda: False)
+        monkeypatch.setattr(matmul_tma, "supports_tma", lambda *args: True)
+        monkeypatch.setattr(matmul_tma, "multiprocessors_of", lambda index: 3)
+    elif torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel with plans is Hopper's")
+    calls, check = [], matmul.check_operands
+    monkeypatch.setattr(matmul, "check_operands", lambda *args: (calls.append(args), check(*args)))
+    return calls
+
+
+def whole_numbers(*shape):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape))).to(
+        DEVICE, DTYPE
+    )  # fmt: skip
+
+
+def test_a_product_of_other_layouts_or_options_has_another_plan(checked, table):
+    wide, other = whole_numbers(40, 160), torch.float16 if DEVICE == "cuda" else torch.float32
+    a, b, bias = whole_numbers(32, 64), whole_numbers(64, 48), whole_numbers(48)
+    at, bt = a.t().contiguous().t(), b.t().contiguous().t()
+    calls = [
+        (a, b, {}), (at, b, {}), (a, bt, {}), (at, bt, {}), (a[:16], b, {}), (wide[:32, :64], b, {}),
+        (a.to(other), b.to(other), {}), (a, b, dict(bias=bias)), (a, b, dict(bias=bias.float())),
+        (a, b, dict(bias=whole_numbers(96)[::2])), (a, b, dict(out_dtype=torch.float32)),
+        (a, b, dict(promote_every=128)),
+    ]  # fmt: skip
+    for number, (x, y, options) in enumerate(2 * calls):
+        del checked[:]
+        x, y = (z.clone(memory_format=torch.preserve_format) if z.is_contiguous() else z for z in (x, y))
+        got = matmul.matmul(x, y, **options)
+        assert len(checked) == (number < len(calls)), number
+        assert got.dtype == options.get("out_dtype", x.dtype) and got.is_contiguous()
+        expected = x.double() @ y.double() + (options["bias"].double() if "bias" in options else 0)
+        assert torch.equal(got.double(), expected), number
+
+
+def test_a_product_that_has_no_plan_is_checked(checked, table):
+    a, b, bias = whole_numbers(32, 64), whole_numbers(64, 48), whole_numbers(48)
+    matmul.matmul(a, b, bias=bias, promote_every=128)
+    matmul.matmul(a, b)
+    size = len(table)
+    for error, options in (
+        (TypeError, dict(promote_every=128.0, bias=bias)), (TypeError, dict(out_dtype=torch.int32)),
+        (TypeError, dict(out_dtype=["float"])), (ValueError, dict(accumulate=True)), (ValueError, dict(bias=bias[:40])),
+        (TypeError, dict(bias=[0])),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            matmul.matmul(a, b, **options)
+    with pytest.raises(TypeError):
+        matmul.matmul(a, b.float())
+    with pytest.raises(ValueError):
+        matmul.matmul(a, b[:56])
+    assert len(table) == size
+    assert plans.layouts(torch.complex(a.float(), a.float()).conj().imag) is None
+    out = torch.zeros(32, 48, device=DEVICE, dtype=DTYPE)
+    assert matmul.matmul(a, b, out=out) is out
+    assert torch.equal(out.double(), a.double() @ b.double())
 
 
 # --- descriptors ------------------------------------------------------------------------------------------------------
