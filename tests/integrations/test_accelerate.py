@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import accelerate
+import hf_models
 import pytest
 import torch
 from accelerate import state as accelerate_state
@@ -212,6 +213,35 @@ def saved(tp_group: Any, folder: Any) -> bool:
         return testing.digest([accelerator.get_state_dict(model), written]) == testing.digest([before, before])
     finally:
         reset()
+
+
+def saved_of_tied(tp_group: Any, folder: Any) -> list[tuple[list[str], list[str], bool]]:
+    """The keys of get_state_dict and of save_model's file, and whether tied weights are one tensor; then the same of
+    accelerate itself, on one process."""
+    from tp_invariant.integrations.accelerate import Accelerator
+
+    found = []
+    for kind in (Accelerator, accelerate.Accelerator):
+        try:
+            accelerator, model = kind(cpu=True), hf_models.build("llama", tie_word_embeddings=True, num_hidden_layers=1)
+            if kind is Accelerator:
+                model = accelerator.prepare(tpi.parallelize(model, tp_group))
+            own = folder / f"{kind.__module__} {tp_group.rank()}"
+            accelerator.save_model(model, own)
+            whole = accelerator.get_state_dict(model)
+            tied = whole["lm_head.weight"].data_ptr() == whole["model.embed_tokens.weight"].data_ptr()
+            written = load_file(own / "model.safetensors") if kind is Accelerator or tp_group.rank() == 0 else {}
+            found.append((sorted(whole), sorted(written), tied))
+        finally:
+            reset()
+    return found
+
+
+def test_tied_weights_are_written_once_as_by_accelerate(tmp_path):
+    for ranks in (1, 2):
+        ours, theirs = run_ranks(saved_of_tied, ranks, tmp_path / str(ranks))[0]
+        assert ours == theirs
+        assert ours[2] and len(ours[1]) == len(ours[0]) - 1
 
 
 def test_state_dicts_and_files_are_of_the_whole_model(tmp_path):

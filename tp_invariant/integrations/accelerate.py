@@ -436,8 +436,14 @@ class Accelerator(accelerate.Accelerator):
         set_generator_states(extra["random states"], self.device)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank: `full_state_dict`. A collective of all ranks."""
-        return full_state_dict(self.unwrap_model(model) if unwrap else model)
+        """The whole model's state dict, on every rank: `full_state_dict`, in which tied weights are one tensor, so that
+        `save_model` writes one of them as accelerate does. A collective of all ranks."""
+        model = self.unwrap_model(model) if unwrap else model
+        whole = full_state_dict(model)
+        names: dict[int, str] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            whole[name] = whole[names.setdefault(id(tensor), name)]
+        return whole
 
     def _to_save(self, what: str, folder: Any) -> tuple[Ranks, nn.Module, torch.optim.Optimizer | None]:
         problem = None
