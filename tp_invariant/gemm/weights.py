@@ -269,8 +269,10 @@ class WeightCache:
 
     def holds(self, weight: Tensor, *layouts: WeightLayout) -> list[bool]:
         """Whether each of these layouts of `weight` as it is now, over one group, is here or on its way."""
+        if in_torch_graph():
+            return [False] * len(layouts)
         of, capturing = self._of(layouts[0].group), is_capturing()
-        if in_torch_graph() or not (of.kept or capturing in of.early):
+        if not (of.kept or capturing in of.early):
             return [False] * len(layouts)
         uses = [_use_of(weight, layout) for layout in layouts]
         return [use is not None and of.find(use, capturing) is not None for use in uses]
