@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import tp_invariant as tpi
 from tp_invariant import checkpoint
+from tp_invariant.core.elementwise import AroundLayers
 from tp_invariant.functional import experts
 from tp_invariant.layers import adapters
 from tp_invariant.layers import experts as experts_layer
@@ -309,16 +310,20 @@ def test_a_learned_activation_is_refused():
 # --- the mode of a model's own router -------------------------------------------------------------------------------
 
 
-class Seen(TorchFunctionMode):
+class Names(TorchFunctionMode):
     """What torch is asked for while the mode is on."""
 
-    def __init__(self, is_for_routers_alone: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_for_routers_alone, self.names = is_for_routers_alone, []
+        self.names = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.names.append(func)
         return func(*args, **(kwargs or {}))
+
+
+class NamesAroundLayers(Names, AroundLayers):
+    """The same of what a model's own code asks for, and not this library's layers."""
 
 
 def test_experts_leave_the_mode_in_which_a_models_own_router_runs():
@@ -326,10 +331,10 @@ def test_experts_leave_the_mode_in_which_a_models_own_router_runs():
     layer = tpi.Experts(4, 8, 8)
     index = torch.zeros(3, 2, dtype=torch.int64)
     x, weights = torch.ones(3, 8), torch.ones(3, 2)
-    with Seen(is_for_routers_alone=False) as mode:
+    with Names() as mode:
         want = layer(x, index, weights)
     assert len(mode.names) > 10
-    with Seen(is_for_routers_alone=True) as mode:
+    with NamesAroundLayers() as mode:
         got = layer(x, index, weights)
         inside = len(mode.names)
         with pytest.raises(ValueError, match="hidden_states has shape"):

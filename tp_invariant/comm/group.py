@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.compiled import set_group_type
 from ..core.dtensors import prepare_dtensors
-from ..core.torch_private import resolve_process_group
+from ..core.torch_private import resolve_process_group, without_dispatch_modes
 from .call_records import records_of
 from .wire import transfer_error
 
@@ -149,7 +149,9 @@ class OnMesh(NamedTuple):
 def on_mesh(mesh: DeviceMesh) -> OnMesh:
     dims = range(mesh.ndim) if mesh.get_coordinate() is not None else ()
     groups = tuple(resolve_group(mesh.get_group(dim)) for dim in dims)
-    return OnMesh(frozenset(mesh.mesh.flatten().tolist()), groups)
+    with without_dispatch_modes():  # a FakeTensorMode refuses the mesh's tensor of ranks
+        ranks = frozenset(mesh.mesh.flatten().tolist())
+    return OnMesh(ranks, groups)
 
 
 set_group_type(Group, resolve_group)
