@@ -5,7 +5,7 @@
     store      of a key that an operation makes, with `layouts` of its operands: what `find` gives a later call
     descriptor of a shape, strides, a block and a dtype: all but the tensor of a descriptor, which Triton has checked
 
-This is the only memory of earlier calls in the package. It holds no tensor and no address, and what it holds follows
+Kernels and functional/ remember no call elsewhere. The table holds no tensor and no address, and what it holds follows
 from the key alone. So to forget it, as to have it filled by another thread at the same time, changes the speed only.
 """
 
