@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from simulated_ranks import GPUS, ON_GPUS, Corrupt, SimMachine, Stuck, World, host, program
-from torch.distributed import distributed_c10d as c10d
 
 import tp_invariant as tpi
 from tp_invariant.comm import collectives, copy_machine, peer_copies, peer_memory
@@ -26,6 +25,7 @@ from tp_invariant.comm.collectives import (
 from tp_invariant.comm.copy_protocol import PER_SIZE, Flag, PeerCopies, size_class
 from tp_invariant.comm.peer_copies import copies_of
 from tp_invariant.comm.peer_memory import transport
+from tp_invariant.core import torch_private
 from tp_invariant.core.torch_graphs import torch_graph
 from tp_invariant.gemm import weights as gemm_weights
 from tp_invariant.gemm.weights import WeightCache, WeightLayout, weight_cache
@@ -449,9 +449,9 @@ def after_meeting_alone(tp_group):
         peer_copies.start_gather(torch.ones(8, device=device), group).release()
         for n in range(3 if group.rank == 0 else 0):
             alone = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
-            name = c10d.GroupName(f"alone {n} of {id(alone)}")
-            torch._C._distributed_c10d._register_process_group(name, alone)
-            own = c10d._SymmetricMemory.empty_strided_p2p((1024,), (1,), torch.uint8, device)
+            name = f"alone {n} of {id(alone)}"
+            torch_private.register_process_group(name, alone)
+            own = torch_private.symmetric_memory().empty_strided_p2p((1024,), (1,), torch.uint8, device)
             peer_memory.Shared(own, name)
         x = torch.full((2**25,), group.rank + 1.0, device=device)  # needs a new buffer
         lent = peer_copies.start_gather(x, group)

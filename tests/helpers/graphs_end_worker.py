@@ -29,8 +29,10 @@ class Mlp(torch.nn.Module):
 def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    torch.manual_seed(0)  # alike on all ranks, as for any layers
     layers = [Mlp(), Mlp()]
-    x = torch.randn(TOKENS // dist.get_world_size(), HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x = tokens.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
 
     def forward() -> torch.Tensor:
         return layers[1](layers[0](x))
