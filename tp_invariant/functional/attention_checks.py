@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..kernels.dtypes import DTYPES
 
 
@@ -20,9 +21,8 @@ def in_autocasts_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
         raise TypeError(f"q, k and v are {kinds}: they must be tensors [batch, heads, sequence, head size]")
-    device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(q.device)
+    if dtype is not None:
         q, k, v = (x.to(dtype) if x.dtype in DTYPES else x for x in (q, k, v))
     return q, k, v
 

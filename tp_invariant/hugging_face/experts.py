@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.collectives import Group
+from ..core.autocast import autocast_dtype
 from ..core.elementwise import AroundLayers
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
@@ -28,7 +29,6 @@ from ..functional.linear import LinearCall, replicated_linear
 from ..functional.routing import top_k
 from ..gemm.gemm_fn import GemmFn
 from ..layers.experts import Experts
-from ..layers.linear import autocast_dtype
 
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 

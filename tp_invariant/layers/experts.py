@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, compare_call, share_error
+from ..core.autocast import autocast_dtype
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.elementwise import inside_a_layer
 from ..core.fsdp import resharded_whole
@@ -42,7 +43,6 @@ from ..functional.partial_gradients import partial_gradients_of
 from ..functional.vocab import check_ids
 from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
 from ..kernels.rowwise.reference_gated import ACTIVATIONS, halves
-from .linear import autocast_dtype
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 
 Activation = Callable[[Tensor], Tensor]

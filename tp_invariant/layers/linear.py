@@ -15,6 +15,7 @@ from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls
 from ..consistency.shards import note_source
+from ..core.autocast import autocast_dtype
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.elementwise import inside_a_layer
@@ -579,10 +580,3 @@ def check_sizes(sizes: Any, size: int, world: int, size_name: str) -> Stride:
 @constant
 def _costs_text(device: torch.device) -> str:
     return costs_of(device).text
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that torch.autocast selects on this device; None if autocast is off."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
