@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 PATTERNS = (
     "*.md",
     "docs/*.md",
+    "docs/*.css",
+    "docs/*.svg",
     "benchmarks/*.md",
     "benchmarks/*.py",
     "benchmarks/results/*.md",
