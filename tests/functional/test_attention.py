@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from attention_cases import ALL, KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors, visible
 from torch import Tensor
-from torch._dynamo.compiled_autograd import _enable as enable_compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend
@@ -388,21 +387,6 @@ def test_compiled_whole_it_has_the_same_bits(device):
     assert_same_bytes(attend(*one, lambda q, k, v: packed(q, k, v, cu)), expected, "compiled, packed")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_it_has_the_same_bits(reentrant):
-    data = tensors("cpu", torch.float32, 2, 8, 4, 40, 40, 16)
-
-    def checkpointed(q, k, v):
-        return checkpoint(lambda *x: tpi.attention(*x, causal=True), q, k, v, use_reentrant=reentrant)
-
-    q, k, v, grad = data
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = checkpointed(q, k, v)
-    out.backward(grad)  # the reentrant kind knows no autograd.grad
-    got = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    assert_same_bytes(got, attend(*data, causal=True), "checkpointed")
-
-
 @pytest.mark.parametrize("device", BOTH)
 def test_selective_checkpointing_sees_the_operator(device, monkeypatch):
     """Its result is saved, so forward runs once; without selective checkpointing no operator runs."""
@@ -505,26 +489,17 @@ REFUSED = [
     (dict(q=Q.to("meta"), k=KV.to("meta"), v=KV.to("meta")), NotImplementedError, "attention runs on cuda and cpu"),
     (dict(k=KV.to("meta")), ValueError, "q is on cpu and k on meta"),
     (dict(window=3), ValueError, "window=3 with causal=False: a window is at least 1 and needs causal=True"),
-    (dict(window=0, causal=True), ValueError, "window=0 with causal=True"),
-    (dict(q=Q[:, :0]), ValueError, "q has 0 heads and k 2: both must be at least 1"),
     (dict(softcap=0.0), ValueError, r"softcap=0\.0 must be positive and finite, or None"),
     (dict(scale=float("inf")), ValueError, "scale=inf must be positive and finite"),
     (dict(scale=torch.tensor(0.5)), TypeError, "scale is a tensor: it must be float or None, and gets no gradient"),
-    (dict(softcap=torch.tensor(5)), TypeError, "softcap is a tensor"),
-    (dict(window=torch.tensor(5), causal=True), TypeError, "window is a tensor: it must be int or None"),
     (dict(window=2.5, causal=True), ValueError, r"window=2\.5 must be a whole number"),
-    (dict(window=float("inf"), causal=True), TypeError, "window=inf must be int or None"),
     (dict(window="5", causal=True), TypeError, "window='5' is a str: it must be int or None"),
-    (dict(scale=[0.5]), TypeError, r"scale=\[0\.5\] must be float or None"),
     (dict(causal=torch.tensor(True)), TypeError, "causal is a Tensor: it must be True or False"),
-    (dict(causal=1), TypeError, "causal is a int"),
     (dict(k=None), TypeError, "q, k and v are Tensor, NoneType, Tensor: they must be tensors"),
     (dict(cu_seqlens_q=[0, 3, 6]), TypeError, "cu_seqlens_q is a list: it must be an int32 tensor"),
-    (dict(cu_seqlens_q=CU, max_seqlen_q=torch.tensor(3)), TypeError, "max_seqlen_q is a tensor"),
     (dict(q=Q[:, :, :5], cu_seqlens_q=CU), ValueError, "q has 5 tokens and k 6: packed sequences need cu_seqlens_k"),
     (dict(scale=-1.0), ValueError, r"scale=-1\.0 must be positive and finite: for a negative one, negate q"),
     (dict(cu_seqlens_k=CU), ValueError, "cu_seqlens_k is given and cu_seqlens_q is not"),
-    (dict(max_seqlen_q=3), ValueError, "max_seqlen_q is given and cu_seqlens_q is not"),
     (dict(cu_seqlens_q=CU.long()), ValueError, r"cu_seqlens_q is torch\.int64 \(3,\) on cpu: it must be int32"),
     (
         dict(cu_seqlens_q=CU, cu_seqlens_k=CU[::2]),
@@ -537,7 +512,6 @@ REFUSED = [
         ValueError,
         "max_seqlen_q=2 is less than the longest sequence: pass at least 3",
     ),
-    (dict(cu_seqlens_q=CU, max_seqlen_q=-1), ValueError, "max_seqlen_q=-1 must be at least 0"),
     (
         dict(q=Q.expand(2, -1, -1, -1), k=KV.expand(2, -1, -1, -1), v=KV.expand(2, -1, -1, -1), cu_seqlens_q=CU),
         ValueError,
@@ -596,17 +570,3 @@ def test_a_second_derivative_is_refused():
     (dq,) = torch.autograd.grad(tpi.attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative: call backward without create_graph=True"):
         dq.sum().backward()
-
-
-def test_compiled_autograd_gets_no_formula():
-    """Inductor would add the gradient of a mask in another order."""
-    traced = []
-
-    def record(graph, _):
-        traced.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    q, k, v, _ = (x.requires_grad_() for x in tensors("cpu", torch.float32, 1, 4, 2, 5, 5, 8))
-    with enable_compiled_autograd(torch.compile(backend=record)):
-        tpi.attention(q, k, v).sum().backward()
-    assert traced and not [name for name in traced if "matmul" in name or "exp" in name], traced

@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from same_as_alone import assert_as_alone, run_all
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional import cross_entropy as cross_entropy_module
-from tp_invariant.kernels.plans import Kernel
 from tp_invariant.kernels.select import select
 from tp_invariant.kernels.vocabulary import cross_entropy as triton_kernels
 from tp_invariant.testing import assert_bitwise_equal
@@ -235,94 +233,6 @@ def test_the_triton_kernels_give_the_same_bits_at_every_degree(degree):
     assert_as_alone(run_in_triton, triton_cases(), degree)
 
 
-def test_the_triton_kernels_against_float64():
-    for case in triton_cases():
-        got, exact, theirs = run_in_triton(None, case), torchs(case, torch.float64), torchs(case, torch.float32)
-        if case.ignored == "all":
-            exact["dlogits"].zero_()
-        for name, want in exact.items():
-            finite = want.isfinite()
-            torch.testing.assert_close(got[name][~finite].double(), want[~finite], equal_nan=True)
-            assert_near(got[name][finite], want[finite], theirs[name][finite], case.dtype, name)
-
-
-class Operators(TorchDispatchMode):
-    """The names of torch's operators that are called, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def launches_and_operators(tp_group: Any, case: Case) -> tuple[list[str], list[str]]:
-    """The kernels that one call launches, forward and backward, and the torch operators that it calls beside them."""
-    group, launched, launch = resolve_group(tp_group), [], Kernel.__call__
-
-    def spy(self, *args, **kwargs):
-        launched.append(self._function.fn.__name__)
-        with _disable_current_modes():
-            return launch(self, *args, **kwargs)
-
-    logits, target, grad = full_data(case)
-    local = shard(logits, dim=-1, rank=group.rank, world=group.size).requires_grad_()
-    with (
-        tpi.set_tp_invariant_mode(True),
-        mock.patch.object(cross_entropy_module, "select", lambda *args: triton_kernels),
-        mock.patch.object(cross_entropy_module, "check_ids"),  # on a GPU the kernels assert it
-        mock.patch.object(Kernel, "__call__", spy),
-    ):
-        tpi.vocab_parallel_cross_entropy(local, target, tp_group=tp_group, **case.options)  # compares the ranks
-        launched.clear()
-        with Operators() as operators:
-            loss = tpi.vocab_parallel_cross_entropy(local, target, tp_group=tp_group, **case.options)
-            loss.backward(grad)
-    return launched, operators.names
-
-
-COMPUTES_NOTHING = {
-    "empty",
-    "new_empty",
-    "view",
-    "_unsafe_view",
-    "detach",
-    "alias",
-    "as_strided",
-    "squeeze",
-    "unsqueeze",
-    "expand",
-}
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_call_on_one_rank_is_three_launches(smoothing):
-    for case in (Case(columns=48, tokens=(2, 3)), Case(columns=48, vocab_size=43, tokens=(5,))):
-        case = case.with_(label_smoothing=smoothing, z_loss=smoothing)
-        launched, operators = launches_and_operators(None, case)
-        assert launched == ["_whole_kernel", "_total_kernel", "_grad_kernel"]
-        assert set(operators) <= COMPUTES_NOTHING and "empty" in operators
-        launched, operators = launches_and_operators(None, case.with_(reduction="none"))
-        assert launched == ["_whole_kernel", "_grad_kernel"]
-        assert set(operators) <= COMPUTES_NOTHING
-    control = Operators()
-    with control, tpi.set_tp_invariant_mode(False):
-        tpi.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), tp_group=None)
-    assert not set(control.names) <= COMPUTES_NOTHING
-
-
-def test_a_call_on_ranks_is_five_launches_and_two_gathers():
-    case = Case(columns=48, tokens=(5,), label_smoothing=0.1)
-    for launched, operators in run_ranks(launches_and_operators, 2, case):
-        kernels = ("extremes", "sums", "losses", "total", "grad")
-        assert launched == [f"_{name}_kernel" for name in kernels]
-        gathers = [name for name in operators if "gather" in name]
-        assert len(gathers) == 2
-        assert set(operators) - set(gathers) <= COMPUTES_NOTHING | {"wait_tensor"}
-
-
 # --- communication --------------------------------------------------------------------------------------------------
 
 
@@ -441,15 +351,6 @@ def test_a_nan_has_the_same_bits_at_every_degree(dtype, bad, smoothing, reductio
             assert_bitwise_equal(got, wanted, f"rank {rank} of {degree}")
 
 
-def test_a_target_of_minus_infinity():
-    x = torch.tensor([[0.0, -math.inf, 1.0]], requires_grad=True)
-    with tpi.set_tp_invariant_mode(True):
-        loss = tpi.vocab_parallel_cross_entropy(x, torch.tensor([1]), tp_group=None)
-    loss.backward()
-    assert loss.item() == math.inf
-    torch.testing.assert_close(x.grad, torch.tensor([[0.268941, -1.0, 0.731059]]))
-
-
 def test_a_row_of_many_equal_logits_keeps_its_small_terms():
     """The fixed-point sum has spare bits: 2^18 equal terms, and one large among 2^18 that matter only together."""
     n = 1 << 18
@@ -513,14 +414,6 @@ def test_a_loss_may_be_changed_in_place():
     assert_bitwise_equal(*grads)
 
 
-def test_the_logarithm_does_not_depend_on_the_position_of_a_token():
-    """torch's log is taken in float64 for each token and rounded to fp32; a CPU computes vectors and remainders."""
-    sums = torch.rand(10007, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e5 + 1
-    alone = torch.stack([value.log() for value in sums]).float()
-    assert_bitwise_equal(sums.log().float(), alone)
-    assert_bitwise_equal(sums[3:].log().float(), alone[3:])
-
-
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 ERRORS = {
@@ -528,11 +421,6 @@ ERRORS = {
         dict(target=torch.tensor([0, 9, 12, -1])),
         IndexError,
         "target holds 12 on rank 0 (2 of 4 ids are out of range): allowed is from 0 to 11, or ignore_index=-100",
-    ),
-    "an id of the padding": (
-        dict(vocab_size=10, target=torch.tensor([0, 9, 10, 1])),
-        IndexError,
-        "target holds 10 on rank 0 (1 of 4 ids are out of range): allowed is from 0 to 9, or ignore_index=-100",
     ),
     "ids as floats": (
         dict(target=torch.zeros(4)),
@@ -559,11 +447,6 @@ ERRORS = {
         dict(label_smoothing=1.0),
         ValueError,
         "label_smoothing=1.0 is out of range: it must be from 0 to below 1",
-    ),
-    "a NaN": (
-        dict(label_smoothing=math.nan),
-        ValueError,
-        "label_smoothing=nan is out of range: it must be from 0 to below 1",
     ),
     "z_loss": (dict(z_loss=-1.0), ValueError, "z_loss=-1.0 is out of range: it must be 0 or more"),
     "reduction": (

@@ -108,41 +108,6 @@ def test_what_a_rank_writes_to_the_others():
             assert not peers.half(other, BLOCK)[epoch % 2, 2, 32:].any()
 
 
-@interpreted
-def test_another_packet_is_waited_for():
-    """Words of the gather before, of another gather (a tag), of another epoch: none is taken; the wait times out."""
-    for wrong in ("nothing sent", "tag", "epoch"):
-        peers, xs = Packets(2, BLOCK, rank=0), [bytes_of(rank, 1, 64) for rank in range(2)]
-        peers.gather(xs, 0)
-        peers.gather(xs, 0)
-        if wrong == "tag":
-            peers.send(1, xs[1], tag=3)
-        if wrong == "epoch":
-            peers.states += 2
-            peers.send(1, xs[1], tag=0)
-            peers.states -= 2
-        out = xs[0].new_empty(2, *xs[0].shape)
-        with pytest.raises(Exception, match="a rank has not come to a collective"):
-            peers.launch(xs[0], out, xs[0].nbytes, 0)
-
-
-@interpreted
-def test_a_block_under_way_is_waited_for():
-    peers, xs = Packets(2, BLOCK, rank=0), [bytes_of(rank, 1, 64) for rank in range(2)]
-    peers.states.fill_(-1)
-    with pytest.raises(Exception, match="another one on this GPU"):
-        peers.launch(xs[0], xs[0].new_empty(2, *xs[0].shape), xs[0].nbytes, 0)
-
-
-@interpreted
-def test_epochs_and_tags_of_packets_wrap_around():
-    peers, xs = Packets(2, BLOCK, rank=0), [bytes_of(rank, 1, 64) for rank in range(2)]
-    for epoch in (0, EPOCHS - 2, EPOCHS - 1):
-        peers.states.fill_(epoch)
-        assert same(peers.gather(xs, 0, tag=TAGS - 1), torch.stack(xs))
-        assert peers.states.tolist() == [(epoch + 1) % EPOCHS]
-
-
 # --- chunks of some MB ----------------------------------------------------------------------------------------------
 
 
@@ -228,37 +193,65 @@ def test_what_a_rank_lays_down_and_tells(blocks):
             assert not peers.flags(other)[:, :, :2].any()
 
 
-@interpreted
-def test_another_flag_is_waited_for():
-    """Flags of the use before, of another one (a tag), of another epoch: none is taken; the wait times out."""
-    for wrong in ("nothing sent", "tag", "epoch"):
-        peers, xs = Chunks(2, 1024, rank=0), [bytes_of(source, 1, 64) for source in range(2)]
-        peers.move(xs, 1)
-        peers.move(xs, 1)
-        if wrong == "tag":
-            peers.send(1, xs[1], 1, tag=3)
-        if wrong == "epoch":
-            peers.states += 2
-            peers.send(1, xs[1], 1, tag=0)
-            peers.states -= 2
-        out = xs[0].new_empty(128)
-        with pytest.raises(Exception, match="a rank has not come to a collective"):
-            peers.launch(xs[0], out, 1, 128, False, 0)
+# --- what both wait for ---------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two ranks of either kind that gather one row; `rank` 0 runs the kernel."""
+
+    def __init__(self, kind):
+        self.peers = Packets(2, BLOCK, rank=0) if kind is Packets else Chunks(2, 1024, rank=0)
+        self.xs, self.kind = [bytes_of(rank, 1, 64) for rank in range(2)], kind
+
+    def move(self, tag=0):
+        if self.kind is Packets:
+            return self.peers.gather(self.xs, 0, tag=tag)
+        return self.peers.move(self.xs, 1, tag=tag)
+
+    def send(self, tag):
+        self.peers.send(1, self.xs[1], *([] if self.kind is Packets else [1]), tag=tag)
+
+    def launch(self):
+        if self.kind is Packets:
+            return self.peers.launch(self.xs[0], self.xs[0].new_empty(2, 1, 64), self.xs[0].nbytes, 0)
+        return self.peers.launch(self.xs[0], self.xs[0].new_empty(128), 1, 128, False, 0)
+
+
+both_kinds = pytest.mark.parametrize("kind", (Packets, Chunks))
 
 
 @interpreted
-def test_a_chunk_under_way_is_waited_for():
-    peers, xs = Chunks(2, 1024, rank=0), [bytes_of(source, 1, 64) for source in range(2)]
-    peers.states.fill_(-1)
+@both_kinds
+@pytest.mark.parametrize("wrong", ("nothing sent", "tag", "epoch"))
+def test_another_word_is_waited_for(kind, wrong):
+    """Of the use before, of another one (a tag), of another epoch: none is taken; the wait times out."""
+    pair = Pair(kind)
+    pair.move()
+    pair.move()
+    if wrong == "tag":
+        pair.send(tag=3)
+    if wrong == "epoch":
+        pair.peers.states += 2
+        pair.send(tag=0)
+        pair.peers.states -= 2
+    with pytest.raises(Exception, match="a rank has not come to a collective"):
+        pair.launch()
+
+
+@interpreted
+@both_kinds
+def test_what_is_under_way_is_waited_for(kind):
+    pair = Pair(kind)
+    pair.peers.states.fill_(-1)
     with pytest.raises(Exception, match="another one on this GPU"):
-        peers.launch(xs[0], xs[0].new_empty(128), 1, 128, False, 0)
+        pair.launch()
 
 
 @interpreted
-def test_epochs_and_tags_wrap_around():
-    peers, xs = Chunks(2, 1024, rank=0), [bytes_of(source, 1, 64) for source in range(2)]
+@both_kinds
+def test_epochs_and_tags_wrap_around(kind):
+    pair = Pair(kind)
     for epoch in (0, EPOCHS - 2, EPOCHS - 1):
-        peers.states.fill_(epoch)
-        got = peers.move(xs, 1, tag=TAGS - 1)
-        assert torch.equal(got.view(torch.uint8), torch.cat(xs).view(-1).view(torch.uint8))
-        assert peers.states.tolist() == [(epoch + 1) % EPOCHS] * CHUNKS
+        pair.peers.states.fill_(epoch)
+        assert same(pair.move(tag=TAGS - 1), torch.cat(pair.xs))
+        assert set(pair.peers.states.tolist()) == {(epoch + 1) % EPOCHS}

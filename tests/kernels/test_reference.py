@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tp_invariant.kernels.attention import reference as reference_attention
 from tp_invariant.kernels.attention.spec import AttentionSpec, PackedLengths
 from tp_invariant.kernels.gemm import reference, tensor_core
-from tp_invariant.kernels.gemm.reference import K_BLOCK, chained_matmul, matmul
+from tp_invariant.kernels.gemm.reference import chained_matmul, matmul
 from tp_invariant.kernels.rowwise import reference_norm, reference_softmax
 from tp_invariant.kernels.vocabulary import reference_cross_entropy, reference_embedding
 from tp_invariant.kernels.vocabulary.loss_spec import LossSpec
@@ -100,10 +100,6 @@ def test_other_orders_give_other_bits():
     for other in (unfused, backwards, shifted):
         with pytest.raises(AssertionError, match="elements differ"):
             assert_bitwise_equal(other, expected)
-
-
-def test_block_is_what_the_documentation_says():
-    assert K_BLOCK == 128
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -354,11 +350,6 @@ def _backwards(a_panels, b_panels):
     return torch.mm(torch.cat(a_panels, 1).flip(1), torch.cat(b_panels).flip(0))
 
 
-def _one_panel_after_another(a_panels, b_panels):
-    parts = [torch.mm(a, b) for a, b in zip(a_panels, b_panels, strict=True)]
-    return sum(parts[:-1], parts[-1] * 1.0)
-
-
 def _one_bit_off(a_panels, b_panels):
     c = reference._chain_tile(a_panels, b_panels)
     c.view(torch.int32)[-1, -1] ^= 1
@@ -379,23 +370,6 @@ def test_a_blas_with_another_order_is_noticed(monkeypatch, fresh_check, wrong):
     with warnings.catch_warnings():  # once for a shape
         warnings.simplefilter("error")
         assert_bitwise_equal(matmul(a, b, bias=bias), c)
-
-
-def test_every_shape_layout_and_number_of_threads_is_checked_once(monkeypatch, fresh_check, threads):
-    checked = []
-    chain = reference._chain_tile
-
-    def spy(a_panels, b_panels):
-        checked.append((a_panels[0].shape[0], b_panels[0].shape[1], torch.get_num_threads()))
-        return chain(a_panels, b_panels)
-
-    monkeypatch.setattr(reference, "_chain_tile", spy)
-    for count in (1, 2, 1):
-        threads(count)
-        for m in (1, 64, 65):
-            a, b, _ = operands(m, 10, 20, torch.float32)
-            matmul(a, b)
-    assert checked == [(64, 64, 1), (128, 64, 1), (64, 64, 2), (128, 64, 2)]
 
 
 def test_this_machines_blas_agrees(fresh_check):

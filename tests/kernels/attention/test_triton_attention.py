@@ -198,27 +198,6 @@ def test_heads_and_packed_sequences_are_separate_calls(kind):
     assert all(not torch.equal(one[n], whole[n][:, : one[n].shape[1]]) for n in ("out", "dq")), "the control"
 
 
-@pytest.mark.parametrize("kind", ["causal", "softcap"])
-def test_a_max_seqlen_above_the_lengths_takes_little_scratch(monkeypatch, kind):
-    """The memory of a split depends on the longest length given: above a limit there is no split, with equal bits."""
-    q, k, v, _ = data(3, 120)
-    cu_q, cu_k = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 1, 2, 3], [0, 9, 80, 120]))
-    plans, make = [], kernels._plan
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "_plan", lambda *args: plans.append(make(*args)) or plans[-1])
-        patch.setattr(kernels, "_MAX_SCRATCH", 1000)
-        results = [
-            tpi.attention(
-                q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=1, max_seqlen_k=longest, **SMALL[kind]
-            )
-            for longest in (71, 2**17, 2**28)
-        ]
-    assert [plan.merge is None for plan in plans] == [False, True, True], "which were split"
-    assert 1000 < 4 * plans[0].parts < k.nbytes, "beyond the limit, but little beside keys and values"
-    for result in results[1:]:
-        assert_same_bytes({"out": result}, {"out": results[0]}, "split and not")
-
-
 @pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "full"])
 def test_chunks_and_single_steps_are_the_prefill(kind):
     """Another kernel folds a decode step's chunks of keys than a prefill's."""

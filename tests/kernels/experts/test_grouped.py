@@ -118,21 +118,6 @@ def test_rows_in_another_order_within_their_expert(form, gemm):
 
 
 @both_forms
-def test_calls_of_the_same_layouts(form, gemm):
-    """What a call remembers is no address, and none of the offsets' values."""
-    for seed, counts in enumerate(((20, 41, 3), (0, 64, 0), (33, 1, 30))):
-        a, b = (rand(*shape, dtype=torch.bfloat16, seed=seed) for shape in ((64, 64), (3, 64, 128)))
-        bias = rand(3, 128, seed=seed)
-        products = [form.grouped_matmul(a, w, offsets_of(counts), bias=bias) for w in weights_of(b)]
-        gradient = form.grouped_outer(a, products[0], offsets_of(counts))
-        for expert, rows in enumerate(slices_of(counts)):
-            if rows.start < rows.stop:
-                wanted = gemm.matmul(a[rows], b[expert], bias=bias[expert])
-                assert_bitwise_equal([c[rows] for c in products], [wanted, wanted])
-                assert_bitwise_equal(gradient[expert], gemm.matmul(a[rows].t(), wanted))
-
-
-@both_forms
 def test_a_split_sum_has_other_bits(form, gemm):
     """The control: the data show it where K is added in two parts."""
     counts, a, b = (20, 0, 30), rand(50, 256), rand(3, 256, 40, seed=1)

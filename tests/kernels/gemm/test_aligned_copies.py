@@ -51,47 +51,6 @@ def test_sums_in_the_interpreter(interpreted, monkeypatch, m, n, k, layout):
             assert_bitwise_equal(around[:, n + 1 :].clone(), before[:, n + 1 :].clone())
 
 
-def test_a_copy_stands_as_its_operand_does(interpreted):
-    from tp_invariant.kernels.gemm.matmul_tma import tma_layout
-
-    for transposed, (rows, cols) in itertools.product((False, True), ((5, 7), (1, 3), (3, 1), (9, 9), (8, 16))):
-        x = integers(rows, cols, transposed).half()
-        copy = interpreted._copy(x)
-        assert_bitwise_equal(copy.contiguous(), x.contiguous())
-        assert tma_layout(copy) is not None
-        assert 1 in (rows, cols) or interpreted._is_transposed(copy) == transposed
-
-
-def test_what_is_copied():
-    """By estimate: all that TMA cannot address or nothing, and A or B where its rows are split and tiles read it often.
-
-    Rows that are multiples of 16 bytes and not of 32 are addressable, but the generic kernel is slow there, so a C that
-    is not addressable is copied: 5234 x 6025 x 1112 took 231 us of copies and 2979 us without on an H100.
-    """
-    from tp_invariant.kernels.gemm.aligned_copies import _which
-    from tp_invariant.kernels.gemm.matmul_configs import Product
-
-    def which(m, n, k, unaligned=(False, False, False), b_split=False, a_split=False):
-        product = Product(m, n, k, False, True, a_split or unaligned[0], b_split or unaligned[1], 2, 132)
-        return _which(product, unaligned, torch.bfloat16, False)
-
-    assert which(8192, 50257, 4096, (False, False, True)) == (False, False, True)
-    assert which(8192, 4096, 4097, (True, True, False)) == (True, True, False)
-    assert which(32, 33, 35, (True, True, True)) is None
-    assert which(374, 785, 368, (False, False, True)) is None
-    assert which(5234, 6025, 1112, (False, False, True), True, True) == (False, True, True)
-    for m, n, k in ((823, 1949, 1384), (14495, 361, 376)):
-        copies = which(m, n, k, (False, False, True), True, True)
-        assert copies is not None and copies[2]
-        assert which(m, n, k + 8, (False, False, True)) is None
-    padded = Product(4096, 50257, 768, False, False, False, False, 2, 132)  # 50257 of the 50304 of a row
-    assert _which(padded, (False, False, True), torch.bfloat16, False) == (False, False, True)
-    assert which(65536, 4096, 6616, b_split=True) == (False, True, False)
-    assert which(4096, 65536, 6616, b_split=True, a_split=True)[0]
-    for small in (16, 4096, 6616), (4096, 16, 6616), (4096, 4096, 72):
-        assert not any(which(*small, b_split=True, a_split=True))
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_rows_are_copied_by_units_that_divide_them(interpreted, dtype):
     """Whatever the distance between rows, their length and their first byte are, and nothing beside them is written."""

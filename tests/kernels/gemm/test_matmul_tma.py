@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import re
-import threading
 
 import pytest
 import torch
@@ -154,15 +153,7 @@ A3, B3 = torch.ones(2, 8, 32), torch.ones(2, 16, 32)  # [P, M, K/P] and [P, N, K
         (ValueError, "b has shape (2, 16, 32); allowed: [P, K/P, N] with the P and K/P of a", (A3, B3), {"b_k_dim": 0}),
         (ValueError, "b_k_dim is 2; allowed: 1 for b [P, N, K/P], 0 for b", (A3, B3), {"b_k_dim": 2}),
         (ValueError, "bias has shape (3,); allowed: [N], here (16,)", (A3, B3), dict(bias=torch.ones(3))),
-        *(
-            (
-                ValueError,
-                f"stride is {s}; allowed: an int of at least 1 that divides K/P, here 32",
-                (A3, B3),
-                {"stride": s},
-            )
-            for s in (0, -1, 5, 1.0)
-        ),
+        (ValueError, "stride is 5; allowed: an int of at least 1 that divides K/P, here 32", (A3, B3), {"stride": 5}),
         (ValueError, "promote_every=64 is not a multiple of 128", (A3, B3), dict(promote_every=64)),
     ),
 )
@@ -208,39 +199,6 @@ def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
 
 
 @on_hopper
-def test_repeated_calls():
-    """At the same addresses: other values, biases, dtypes, promotions, strides and shapes, call by call."""
-    from tp_invariant.kernels.gemm import matmul as matmul_module
-    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
-
-    generic = MatmulConfig(64, 64, 64, 4, 3)
-    a, b = operands((64, 512, 512), (False, False), torch.bfloat16)
-    bias = wide_randn(1024, generator=torch.Generator().manual_seed(0), spread=2).cuda()
-    bias16 = bias.bfloat16()
-    views = (a.view(512, 64).t(), b), (a[:8], b), (a, b.t()), (a.view(torch.float16), b.view(torch.float16))
-    biases = bias[:512], bias[512:], bias[::2], bias16[:512], bias16.view(torch.float16)[:512]
-    variants = [
-        (a, b, {}),
-        *((x, y, {}) for x, y in views),
-        *((a, b, dict(bias=z)) for z in biases),
-        *((a, b, dict(out_dtype=out_dtype)) for out_dtype in (torch.float16, torch.float32)),
-        *((a, b, dict(promote_every=every)) for every in (128, 256)),
-    ]
-    for _ in range(4):
-        a.mul_(2)  # other values, in the same memory
-        for x, y, options in variants:
-            expected = matmul_module.matmul(x, y, config=generic, **options)
-            assert_bitwise_equal(
-                matmul_module.matmul(x, y, **options), expected, f"{x.stride()} {y.stride()} {options}"
-            )
-    expected = matmul_module.matmul(-a, b, config=generic)
-    assert_bitwise_equal(matmul_module.matmul(torch._neg_view(a), b), expected, "negated by a bit")
-    assert_bitwise_equal(matmul_module.matmul((-a).clone(), b), expected)
-    with pytest.raises(TypeError, match=r"promote_every=256\.0 must be an int"):
-        matmul_module.matmul(a, b, promote_every=256.0)
-
-
-@on_hopper
 def test_a_repeated_call_goes_to_the_current_stream():
     from tp_invariant.kernels.gemm.matmul import matmul
 
@@ -259,24 +217,6 @@ def test_a_repeated_call_goes_to_the_current_stream():
         got = matmul(a, b)
     stream.synchronize()
     assert_bitwise_equal(got, expected)
-
-
-@on_hopper
-def test_repeated_calls_in_memory_that_was_freed():
-    from tp_invariant.kernels.gemm.matmul import matmul
-    from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig
-
-    seen, again = set(), 0
-    for turn in range(12):
-        shape = ((64, 512, 512), (128, 512, 256))[turn % 2]  # a of as many bytes, and sometimes of the same shape
-        a, b = operands(shape, (False, False), torch.bfloat16)
-        a, b = a * (turn + 1), b.clone()
-        again += a.data_ptr() in seen
-        seen.add(a.data_ptr())
-        for _ in range(2):
-            assert_bitwise_equal(matmul(a, b), matmul(a, b, config=MatmulConfig(64, 64, 64, 4, 3)), f"turn {turn}")
-        del a, b
-    assert again, "the allocator gave no memory a second time: the test shows nothing"
 
 
 @on_hopper
@@ -313,17 +253,6 @@ def test_operands_that_are_supported():
     assert layouts(a.float(), b.float(), torch.float32) is None
     odd = torch.randn(64, 63, device="cuda", dtype=torch.bfloat16)
     assert layouts(odd, odd.t(), torch.bfloat16) is None
-
-
-@on_hopper
-def test_error_is_no_worse_than_torch():
-    from tp_invariant.kernels.gemm.matmul import matmul
-
-    for shape in ((512, 768, 4096), (1000, 512, 12288)):
-        a, b = operands(shape, (False, True), torch.bfloat16)
-        exact = a.double() @ b.double()
-        ours, theirs = ((c.double() - exact).norm() / exact.norm() for c in (matmul(a, b), a @ b))
-        assert ours <= 1.1 * theirs
 
 
 @on_hopper
@@ -393,18 +322,3 @@ def test_the_first_call_of_the_thread_of_backward():
         expected = matmul(ones, b.t()), matmul(a.t(), ones)
     for got, wanted in zip(in_a_new_thread(run), expected, strict=True):
         assert_bitwise_equal(got, wanted)
-
-
-def test_a_context_is_bound_once_in_each_thread(monkeypatch):
-    from tp_invariant.kernels import launch
-
-    bound = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: bound.append((index, threading.get_ident())))
-
-    def twice():
-        for _ in range(2):
-            launch.bind_context(3)
-        return threading.get_ident()
-
-    threads = [in_a_new_thread(twice) for _ in range(2)]
-    assert bound == [(3, thread) for thread in threads]

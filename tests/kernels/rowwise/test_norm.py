@@ -19,7 +19,6 @@ from torch import Tensor
 from tp_invariant.comm.collectives import Group
 from tp_invariant.core.layout import TokenSharding
 from tp_invariant.functional import norm as functional_norm
-from tp_invariant.kernels import launch
 from tp_invariant.kernels.rowwise import norm, reference_norm
 from tp_invariant.testing import assert_bitwise_equal
 
@@ -369,27 +368,21 @@ OPTIONS = {
     "error, message, args, options",
     (
         (TypeError, "norm_forward: x is a list; allowed: a torch.Tensor", ([1], W, W), {}),
-        (TypeError, "norm_forward: weight is a list; allowed: a torch.Tensor", (X, [1.0], None), {}),
         (TypeError, f"norm_forward: x has dtype torch.int64; allowed: {NAMES}", (X.long(), W, W), {}),
         (TypeError, f"norm_forward: bias has dtype torch.float64; allowed: {NAMES}", (X, W, W.double()), {}),
         (TypeError, "norm_forward: out_dtype is torch.int8; allowed: ", (X, W, W), dict(out_dtype=torch.int8)),
         (ValueError, "norm_forward: x has shape (); allowed: [.., H] with H at least 1", (W[0], W, W), {}),
-        (ValueError, "norm_forward: x has shape (4, 0); allowed: [.., H]", (X[:, :0], W[:0], None), {}),
         (ValueError, "norm_forward: weight has shape (4,); allowed: (8,)", (X, STAT, None), {}),
         (ValueError, "norm_forward: bias has shape (1, 8); allowed: (8,)", (X[:0], W, W[None]), {}),
         (ValueError, "norm_forward: weight is on meta; allowed: the device", (X, W.to("meta"), None), {}),
         (ValueError, "norm_forward: eps is -1; allowed: 0 or more", (X, W, W), dict(eps=-1)),
-        (ValueError, "norm_forward: eps is nan; allowed: 0 or more", (X, W, W), dict(eps=float("nan"))),
         (ValueError, "norm_backward_input: dy has shape (8,); allowed: (4, 8)", (W, X, W, STAT, STAT), {}),
         (ValueError, "norm_backward_input: weight has shape (1,);", (X, X, W[:1], STAT, STAT), {}),
         (TypeError, "norm_backward_input: mean is a NoneType; allowed: ", (X, X, W, None, STAT), {}),
         (TypeError, "norm_backward_input: rstd has dtype torch.float16", (X, X, W, STAT, STAT.half()), {}),
         (ValueError, "norm_weight_partial_sums: rstd has shape (8,); allowed: (4,)", (X, X, STAT, W), {}),
-        (ValueError, "norm_weight_partial_sums: rstd has shape (4, 3); allowed: (4,)", (X, X, STAT, R3), {}),
         (ValueError, "norm_weight_partial_sums: rows_per_sum is 0;", (X, X, STAT, STAT), dict(rows_per_sum=0)),
         (TypeError, "fold_partial_sums: out_dtype is torch.int8; allowed:", (X, torch.int8), {}),
-        (ValueError, "norm_backward: dy has shape (8,); allowed: (4, 8)", (W, X, W, STAT, STAT), {}),
-        (ValueError, "norm_backward: weight has shape (1,);", (X, X, W[:1], STAT, STAT), {}),
         (ValueError, "norm_backward: rows_per_sum is 0;", (X, X, W, STAT, STAT), dict(rows_per_sum=0)),
         (ValueError, "fold_weight_gradients: partial_sums has shape (4, 3); allowed: tw", (R3, *2 * [R3.dtype]), {}),
         (TypeError, "fold_weight_gradients: out_dtype is torch.int8; allowed:", (X, torch.int8, None), {}),
@@ -401,21 +394,6 @@ def test_errors(norms, error, message, args, options):
     operation = message.partition(":")[0]
     with pytest.raises(error, match=re.escape(message)):
         getattr(norms, operation)(*args, **{**OPTIONS[operation], **options})
-
-
-def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
-    monkeypatch.setattr(launch, "_INTERPRETED", False)
-    calls = {
-        "norm_forward": (X, W, W),
-        "norm_backward_input": (X, X, W, STAT, STAT),
-        "norm_backward": (X, X, W, STAT, STAT),
-        "norm_weight_partial_sums": (X, X, STAT, STAT),
-        "fold_weight_gradients": (X, X.dtype, None),
-        "fold_partial_sums": (X,),
-    }
-    for operation, args in calls.items():
-        with pytest.raises(ValueError, match=f"{operation}: the Triton kernel needs CUDA tensors, got device cpu"):
-            getattr(norm, operation)(*args, **OPTIONS[operation])
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
