@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dtypes import DTYPES
 from ..launch import can_overlap, cdiv, launch_on
 from ..plans import Kernel, descriptor
 from .backward import backward
@@ -359,13 +358,7 @@ def forward(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See spec.py.
-
-    Raises:
-        ValueError: a device without Triton, an unsupported dtype or head size, or a scale that is not positive.
-    """
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q is {q.dtype}: the attention kernel takes {', '.join(map(str, DTYPES))}")
+    """See spec.py. Raises ValueError for a device without Triton, and for a mask whose strides have over 32 bits."""
     head_dim = q.shape[3]
     taken = taken_head_dim(head_dim, q.dtype)
     with launch_on(q, "attention"):

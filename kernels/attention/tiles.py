@@ -305,15 +305,8 @@ def as_rows(x: Tensor) -> tuple[Tensor, Rows]:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The kernels' head size for one of `head_dim`.
-
-    Raises:
-        ValueError: head_dim is larger than the largest of HEAD_DIMS.
-    """
-    for size in HEAD_DIMS:
-        if head_dim <= size:
-            return size
-    raise ValueError(f"head_dim={head_dim} is more than the attention kernel supports: at most {HEAD_DIMS[-1]}")
+    """The kernels' head size for one of `head_dim`, which is at most the largest."""
+    return next(size for size in HEAD_DIMS if head_dim <= size)
 
 
 def taken_head_dim(head_dim: int, dtype: torch.dtype) -> int:
@@ -395,9 +388,7 @@ def problem(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Problem:
-    """Raises ValueError for a scale that is not positive: the kernels take the maximum before they scale."""
-    if not spec.scale > 0:
-        raise ValueError(f"scale={spec.scale} is not allowed: it must be positive; for a negative one, negate q")
+    """spec.scale is positive: the kernels take the maximum before they scale."""
     capped_scores = spec.softcap != 0.0
     longest_k = k.shape[2] if lengths is None else lengths.max_k
     matrix = 0 if mask is None else BOOL if mask.dtype == torch.bool else FLOAT

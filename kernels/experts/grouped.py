@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ..gemm.matmul import INTERPRETER_CONFIG, no_negated_views, product_tile
 from ..gemm.matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
-from ..gemm.operands import written
+from ..gemm.operands import check_kinds, written
 from ..launch import cdiv, interpreting, launch_on, next_power_of_2
 from ..plans import Kernel
 from . import grouped_tma
-from .grouped_checks import check_grouped_matmul, check_grouped_outer
 from .grouped_tma import GroupedTile
 
 
@@ -132,7 +131,7 @@ def grouped_matmul(
         a: [R, K], bfloat16, float16 or float32, any strides; the rows of expert 0, then those of expert 1, and so on.
         b: [E, K, N], dtype and device of `a`, any strides; fastest where K or N is contiguous.
         offsets: int32 [E + 1] on a's device: the rows of expert e are offsets[e] to offsets[e + 1] - 1, maybe none;
-            offsets[0] is 0 and offsets[E] is R. Only on a CPU are the values checked; the host never waits for a GPU.
+            offsets[0] is 0 and offsets[E] is R. They are not checked, so the host never waits for a GPU.
         bias: [E, N] of any of these dtypes, or None; added in fp32 before the one final rounding.
         out_dtype: dtype of the result, any of the three; None means a's.
         config: tile shape, for tests and tuning: of this file's kernel, or a GroupedTile of grouped_tma.py's. It
@@ -143,10 +142,10 @@ def grouped_matmul(
 
     Raises:
         TypeError: an argument that is not a tensor, an unsupported dtype, a and b of different dtypes.
-        ValueError: shapes that do not fit, a K or N of 0, different devices, a device that cannot run Triton kernels,
-            or a GroupedTile for operands that TMA cannot address.
+        ValueError: different devices, a device that cannot run Triton kernels, or a GroupedTile for operands that TMA
+            cannot address.
     """
-    check_grouped_matmul(a, b, offsets, bias, out_dtype)
+    check_kinds("grouped_matmul", a, b, bias, out_dtype)
     (r, k), (experts, _, n) = a.shape, b.shape
     out_dtype = out_dtype or a.dtype
     a, b, bias = no_negated_views(a, b, bias)
@@ -205,9 +204,10 @@ def grouped_outer(
         out, or contiguous [E, M, N]. An expert without rows has zeros, or with accumulate what out had.
 
     Raises:
-        TypeError, ValueError: as for `grouped_matmul`, and as `matmul` for out and accumulate.
+        TypeError, ValueError: as for `grouped_matmul`.
     """
-    out_dtype = check_grouped_outer(a, b, offsets, out, accumulate, out_dtype)
+    check_kinds("grouped_outer", a, b, None, out_dtype)
+    out_dtype = out_dtype or (a if out is None else out).dtype
     (r, m), n, experts = a.shape, b.shape[1], len(offsets) - 1
     a, b = no_negated_views(a, b)
     if experts > 0 and not isinstance(config, MatmulConfig):

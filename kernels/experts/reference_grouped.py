@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..gemm.operands import check_kinds
 from ..gemm.reference import matmul
-from .grouped_checks import check_grouped_matmul, check_grouped_outer
 
 
 def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
@@ -22,7 +22,7 @@ def grouped_matmul(
     a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """See grouped.grouped_matmul."""
-    check_grouped_matmul(a, b, offsets, bias, out_dtype)
+    check_kinds("grouped_matmul", a, b, bias, out_dtype)
     c = torch.empty((a.shape[0], b.shape[2]), dtype=out_dtype or a.dtype, device=a.device)
     for expert, rows in _experts_with_rows(offsets):
         matmul(a[rows], b[expert], bias=None if bias is None else bias[expert], out=c[rows])
@@ -39,11 +39,11 @@ def grouped_outer(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See grouped.grouped_outer."""
-    dtype = check_grouped_outer(a, b, offsets, out, accumulate, out_dtype)
+    check_kinds("grouped_outer", a, b, None, out_dtype)
     with torch.no_grad():
         c = out
         if c is None:
-            c = torch.empty((len(offsets) - 1, a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
+            c = torch.empty((len(offsets) - 1, a.shape[1], b.shape[1]), dtype=out_dtype or a.dtype, device=a.device)
         if not accumulate:
             c.zero_()
         for expert, rows in _experts_with_rows(offsets):

@@ -8,19 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dtypes import DTYPES
 from ..elementwise import sum_by_halves
-from .routing_checks import (
-    check_backward,
-    check_backward_rows,
-    check_backward_weights,
-    check_choose,
-    check_choose_backward,
-    check_combine,
-    check_gather,
-    check_sort,
-    check_spread,
-    check_top_k,
-)
+
+
+def check_top_k(scores: Tensor, k: int) -> None:
+    """For routing.py, too."""
+    if scores.dtype not in DTYPES:
+        raise TypeError(f"top_k: scores has dtype {scores.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if type(k) is not int or not 1 <= k <= scores.shape[-1]:
+        raise ValueError(f"top_k: k is {k!r}; allowed: an int from 1 to the {scores.shape[-1]} scores of a token")
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +45,6 @@ def choose(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """See routing.choose."""
-    check_choose(scores, choice, k)
     index = top_k(choice, k)[1]
     y, total = scores.gather(1, index), None
     if normalize:
@@ -61,7 +57,6 @@ def choose_backward(
     dweights: Tensor, index: Tensor, y: Tensor, total: Tensor | None, *, experts: int, scale: float
 ) -> Tensor:
     """See routing.choose_backward."""
-    check_choose_backward(dweights, y)
     dy = dweights.float() * scale
     if total is not None:
         dy = (dy - _sum_of_slots(dy * y).unsqueeze(1)) / total.unsqueeze(1)
@@ -70,7 +65,6 @@ def choose_backward(
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """See routing.sort_by_expert. Here a value of index that is no expert is not noticed."""
-    check_sort(index, experts)
     by_expert, order = index.flatten().int().sort(stable=True)
     bounds = torch.arange(experts + 1, device=index.device, dtype=by_expert.dtype)
     offsets = torch.searchsorted(by_expert, bounds, out_int32=True)
@@ -81,7 +75,6 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 def spread_rows(x: Tensor, places: Tensor) -> Tensor:
     """See routing.spread_rows."""
-    check_spread(x, places)
     rows = torch.empty((places.numel(), x.shape[1]), dtype=x.dtype, device=x.device)
     rows[places] = x.unsqueeze(1)
     return rows
@@ -89,13 +82,11 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
 
 def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
     """See routing.gather_rows."""
-    check_gather(x, order, slots)
     return x.index_select(0, order // slots)
 
 
 def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     """See routing.combine."""
-    check_combine(rows, weights, places)
     total = None
     for slot, place in enumerate(places.unbind(1)):
         term = rows[place].float()
@@ -107,21 +98,18 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
 
 def combine_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """See routing.combine_backward_rows."""
-    check_backward_rows(dy, weights, order)
     factors = weights.reshape(-1)[order].float()
     return (dy[order // weights.shape[1]].float() * factors.unsqueeze(1)).to(dy.dtype)
 
 
 def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     """See routing.combine_backward_weights."""
-    check_backward_weights(dy, rows, places)
     dots = [sum_by_halves(dy.float() * rows[place].float()) for place in places.unbind(1)]
     return torch.cat(dots, dim=1)
 
 
 def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """See routing.combine_backward."""
-    check_backward(dy, weights, rows, places)
     order = torch.empty_like(places.flatten())
     order[places.flatten()] = torch.arange(len(order), device=order.device)
     return combine_backward_rows(dy, weights, order), combine_backward_weights(dy, rows, places)

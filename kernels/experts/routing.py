@@ -30,18 +30,7 @@ from ..launch import cdiv, interpreting, launch_on, next_power_of_2
 from ..plans import Kernel
 from ..rowwise.norm import _load, _row, _rows, row_chunk
 from . import reference_routing
-from .routing_checks import (
-    check_backward,
-    check_backward_rows,
-    check_backward_weights,
-    check_choose,
-    check_choose_backward,
-    check_combine,
-    check_gather,
-    check_sort,
-    check_spread,
-    check_top_k,
-)
+from .reference_routing import check_top_k
 
 __all__ = [
     "choose", "choose_backward", "combine", "combine_backward", "combine_backward_rows", "combine_backward_weights",
@@ -319,10 +308,10 @@ def choose(
     """(weights, index, y, total): a token's experts with the k largest of choice [T, E], as `top_k`, and their weights.
 
     y: float32 [T, k], the chosen of scores [T, E]; with normalize these divided by total [T], their sum in the order of
-    slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises TypeError
-    for another dtype, and ValueError for shapes that differ and as `top_k`.
+    slots, + epsilon. weights: y times scale, rounded once to out_dtype. scores and choice: float32. Raises ValueError
+    as `top_k`.
     """
-    check_choose(scores, choice, k)
+    check_top_k(choice, k)
     (t, experts), device = scores.shape, scores.device
     scores, choice = _contiguous(scores), _contiguous(choice)
     index, y = torch.empty((t, k), device=device, dtype=torch.int64), scores.new_empty((t, k))
@@ -344,7 +333,6 @@ def choose_backward(
 
     With a total dscores = (dy - sum of dy y) / total, the sum in the order of slots, where dy = dweights times scale.
     """
-    check_choose_backward(dweights, y)
     t, k = y.shape
     dscores = y.new_empty((t, experts))
     if t > 0:
@@ -361,9 +349,8 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
 
     order: int64 [R], the rows token * k + slot, sorted by (expert, token, slot); places: int64 [T, k], its inverse;
     offsets: int32 [E + 1], where in `order` each expert's rows begin. An expert from 0 to experts - 1 is not checked by
-    the host: an assertion on the device fails for another one. Raises TypeError for a dtype, ValueError for a shape.
+    the host: an assertion on the device fails for another one.
     """
-    check_sort(index, experts)
     if experts > MAX_COUNTED or not index.numel():
         torch.ops.aten._assert_async.msg(((index >= 0) & (index < experts)).all(), _NO_EXPERT.value)
         return reference_routing.sort_by_expert(index, experts)
@@ -385,9 +372,8 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]
 def spread_rows(x: Tensor, places: Tensor) -> Tensor:
     """rows [T * k, H] with rows[places[t, s]] = x[t], for x [T, H], any strides, int64 places [T, k], each row once.
 
-    `gather_rows` of their inverse, where all rows of the tokens are here: x is read once. Errors as for `combine`.
+    `gather_rows` of their inverse, where all rows of the tokens are here: x is read once.
     """
-    check_spread(x, places)
     (t, slots), h, own, own_places = places.shape, x.shape[1], _contiguous_rows(x), places.contiguous()
     rows = torch.empty((t * slots, h), device=x.device, dtype=own.dtype)
     if t > 0:
@@ -399,8 +385,7 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
-    """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]. Errors as for `combine`."""
-    check_gather(x, order, slots)
+    """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]."""
     (r, h), own = (len(order), x.shape[1]), _contiguous_rows(x)
     rows = torch.empty((r, h), device=x.device, dtype=own.dtype)
     if r > 0:
@@ -417,10 +402,9 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     """y [T, H], where y[t] is the sum over slots s, in their order, of weights[t, s] * rows[places[t, s]].
 
     rows: [R, H], bfloat16, float16 or float32, any strides. weights: [T, k], of any of these, or None for ones.
-    places: int64 [T, k], rows' indices; they are checked on a CPU only. In fp32, where products and sums round on their
-    own, then rounded once to rows' dtype. Raises TypeError for a dtype and ValueError for what else does not fit.
+    places: int64 [T, k], rows' indices. In fp32, where products and sums round on their own, then rounded once to rows'
+    dtype.
     """
-    check_combine(rows, weights, places)
     (t, slots), h = places.shape, rows.shape[1]
     y = _empty(rows, t, h)
     if t > 0:
@@ -436,9 +420,8 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
 def combine_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """drows [R, H]: row i is weights[t, s] * dy[t] for order[i] = t * k + s, in fp32, rounded once to dy's dtype.
 
-    dy: [T, H], weights: [T, k]; order: int64 [R]. Errors as for `combine`.
+    dy: [T, H], weights: [T, k]; order: int64 [R].
     """
-    check_backward_rows(dy, weights, order)
     r, (h, slots) = len(order), (dy.shape[1], weights.shape[1])
     drows = _empty(dy, r, h)
     if r > 0:
@@ -456,19 +439,16 @@ def combine_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 def combine_backward_weights(dy: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     """dweights, float32 [T, k]: the dot product of dy[t] and rows[places[t, s]], in an order of H and the dtype alone.
 
-    dy: [T, H] and rows: [R, H], of one dtype; places: int64 [T, k]. Errors as for `combine`.
+    dy: [T, H] and rows: [R, H], of one dtype; places: int64 [T, k].
     """
-    check_backward_weights(dy, rows, places)
     return _dots_of(dy, rows, places, None)[0]
 
 
 def combine_backward(dy: Tensor, weights: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """(drows [R, H], dweights): `combine_backward_rows` of the inverse of places, and `combine_backward_weights`.
 
-    dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once. Errors as for
-    `combine`.
+    dy: [T, H], weights: [T, k], rows: [R, H], of dy's dtype; places: int64 [T, k], each row once.
     """
-    check_backward(dy, weights, rows, places)
     dots, drows = _dots_of(dy, rows, places, weights)
     assert drows is not None
     return drows, dots

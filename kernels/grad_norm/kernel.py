@@ -24,7 +24,7 @@ from torch import Tensor
 from ..cached_tensors import capturing, hold_until_read, refuse_in_capture
 from ..launch import cdiv, interpreting, launch_on
 from ..plans import Kernel
-from .reference import FOLDED, LANES, MIX1, MIX2, STEP, check_dims, check_factor, check_tensors, check_vector
+from .reference import FOLDED, LANES, MIX1, MIX2, STEP
 
 _LANES, _LEVELS = tl.constexpr(LANES), tl.constexpr(LANES.bit_length() - 1)
 # How a slice's elements lie in memory: consecutive; one in each row; in several runs; or the slice has one element.
@@ -233,10 +233,8 @@ def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
 
 def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
     """fp32 [number of slices]: one sum for each index of a tensor's dim, tensor after tensor; a sum's bits do not
-    depend on other slices. Arguments and errors as for `sums_of_squares` of reference.py; tensors that are not
-    contiguous are copied."""
-    check_tensors("sums_of_squares", xs)
-    check_dims("sums_of_squares", xs, dims)
+    depend on other slices. Arguments as for `sums_of_squares` of reference.py; tensors that are not contiguous are
+    copied."""
     xs = [x.resolve_neg().contiguous() for x in xs]
     addresses = [x.data_ptr() for x in xs]
     device = xs[0].device
@@ -258,7 +256,6 @@ def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
 
 def fold(v: Tensor) -> Tensor:
     """The sum of an fp32 vector, 0-dim, as `fold` of reference.py."""
-    check_vector("fold", v)
     if not v.numel():
         return v.new_zeros(())
     with launch_on(v, "fold"):
@@ -280,8 +277,6 @@ def digests(xs: Sequence[Tensor]) -> Tensor:
 
 def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies xs in place by factor, as `scale_` of reference.py."""
-    check_tensors("scale_", xs)
-    check_factor("scale_", factor, xs)
     # the interpreter does not round to 16 bits as a GPU does
     dense = [
         i

@@ -18,45 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dtypes import DTYPES
-
 LANES = 128
 FOLDED = 4096  # one step of `fold` reduces so many numbers to one
-
-
-def check_tensors(operation: str, xs: Sequence[Tensor]) -> None:
-    """Raises unless xs are tensors of supported dtypes on one device, at least one."""
-    if not len(xs):
-        raise ValueError(f"{operation}: there are no tensors; allowed: at least one")
-    device = xs[0].device
-    for i, x in enumerate(xs):
-        if x.dtype not in DTYPES:
-            allowed = ", ".join(map(str, DTYPES))
-            raise TypeError(f"{operation}: tensor {i} has dtype {x.dtype}; allowed: {allowed}")
-        if x.device != device:
-            raise ValueError(f"{operation}: tensor {i} is on {x.device}; allowed: the device of tensor 0, {device}")
-
-
-def check_dims(operation: str, xs: Sequence[Tensor], dims: Sequence[int]) -> None:
-    """Raises unless each of xs has its dim of `dims`; 0 is one of a tensor without dims, too."""
-    if len(xs) != len(dims):
-        raise ValueError(f"{operation}: {len(xs)} tensors and {len(dims)} dims; allowed: as many")
-    for i, (x, dim) in enumerate(zip(xs, dims, strict=True)):
-        if not 0 <= dim < max(x.dim(), 1):
-            raise ValueError(f"{operation}: dim {dim} of tensor {i} {tuple(x.shape)}; allowed: 0 to {x.dim() - 1}")
-
-
-def check_vector(operation: str, v: Tensor) -> None:
-    if v.dim() != 1 or v.dtype != torch.float32:
-        raise ValueError(f"{operation}: got {v.dtype} {tuple(v.shape)}; allowed: a float32 vector")
-
-
-def check_factor(operation: str, factor: Tensor, xs: Sequence[Tensor]) -> None:
-    if factor.dim() or factor.dtype != torch.float32 or factor.device != xs[0].device:
-        raise ValueError(
-            f"{operation}: factor is {factor.dtype} {tuple(factor.shape)} on {factor.device}; allowed: one float32 "
-            f"number without dims, on {xs[0].device}"
-        )
 
 
 def _sum_rows(rows: Tensor, square: bool) -> Tensor:
@@ -75,23 +38,16 @@ def _sum_rows(rows: Tensor, square: bool) -> Tensor:
 def sums_of_squares(xs: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
     """fp32 [number of slices]: one sum for each index of a tensor's dim, tensor after tensor.
 
-    xs: bfloat16, float16 or float32, any strides, all on one device; dims: one for each tensor, 0 for a tensor without
-    dims, which is one slice.
-
-    Raises:
-        TypeError: a dtype that is not supported.
-        ValueError: no tensors, other devices, or a dim that is not there.
+    xs: at least one, bfloat16, float16 or float32, any strides, all on one device; dims: one for each tensor, 0 for a
+    tensor without dims, which is one slice.
     """
-    check_tensors("sums_of_squares", xs)
-    check_dims("sums_of_squares", xs, dims)
     rows = [x.reshape(1) if not x.dim() else x.movedim(dim, 0) for x, dim in zip(xs, dims, strict=True)]
     return torch.cat([_sum_rows(x.reshape(x.shape[0], x[:1].numel()), square=True) for x in rows])
 
 
 def fold(v: Tensor) -> Tensor:
     """The sum of an fp32 vector, 0-dim: FOLDED numbers at a time become one, each in the order above, until one is
-    left; 0.0 for none. For vectors without -0.0. Raises ValueError for anything else than an fp32 vector."""
-    check_vector("fold", v)
+    left; 0.0 for none. For vectors without -0.0."""
     while v.numel() > 1:
         v = _sum_rows(F.pad(v, (0, -v.numel() % min(FOLDED, v.numel()))).view(-1, min(FOLDED, v.numel())), square=False)
     return v.sum()
@@ -100,11 +56,7 @@ def fold(v: Tensor) -> Tensor:
 def scale_(xs: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies xs in place by factor, a 0-dim fp32 tensor, in fp32 and rounded once; 1.0 leaves all bits.
     (torch's mul_ would round factor to 16 bits first.)
-
-    Raises as `sums_of_squares`, and ValueError for another factor.
     """
-    check_tensors("scale_", xs)
-    check_factor("scale_", factor, xs)
     for x in xs:
         x.mul_(factor) if x.dtype == torch.float32 else x.copy_(x.float().mul_(factor))
 

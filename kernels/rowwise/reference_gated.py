@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dtypes import DTYPES
 from ..elementwise import in_whole_vectors, in_whole_vectors_
-from .norm_checks import check
 
 
 class Numbers(NamedTuple):
@@ -28,16 +26,6 @@ ACTIVATIONS = {
     "gelu_tanh": Numbers(2 * math.sqrt(2 / math.pi), cubic=0.044715),
     "clamped_silu": Numbers(1.702, limit=7.0),
 }
-
-
-def check_gated(operation: str, activation: str, **tensors: Tensor) -> None:
-    """Raise unless all tensors are [T, H] of the first one's shape, device and dtype."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{operation}: activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
-    first, *others = tensors.items()
-    check(operation, *first, None, first[1])
-    for name, tensor in others:
-        check(operation, name, tensor, tuple(first[1].shape), first[1], (first[1].dtype,))
 
 
 def halves(x: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -66,7 +54,6 @@ def _clamped(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]
 
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """See gated.gated_forward."""
-    check_gated("gated_forward", activation, gate=gate, up=up)
     g, u = _clamped(gate, up, activation)
     act = (g / (_exp_and_slope(g, activation)[0] + 1.0)).to(gate.dtype)
     return (act.float() * u).to(gate.dtype, memory_format=torch.contiguous_format)
@@ -76,8 +63,6 @@ def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """See gated.gated_backward."""
-    outs = {} if out is None else {"dgate": out[0], "dup": out[1]}
-    check_gated("gated_backward", activation, gate=gate, up=up, dy=dy, **outs)
     g, u = _clamped(gate, up, activation)
     exp, slope = _exp_and_slope(g, activation)
     act, sigmoid = (g / (exp + 1.0)).to(gate.dtype).float(), 1.0 / (exp + 1.0)
@@ -108,32 +93,8 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-TORCH_ACTIVATIONS = tuple(_FORWARD)
-
-
-def check_torch_gated(operation: str, activation: str, **tensors: Tensor) -> None:
-    """Raise unless all tensors are [.., H] of the first one's shape, device and dtype."""
-    if activation not in TORCH_ACTIVATIONS:
-        raise ValueError(f"{operation}: activation is {activation!r}; allowed: {', '.join(TORCH_ACTIVATIONS)}")
-    first, like = next(iter(tensors.items()))
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{operation}: {name} is a {type(x).__name__}; allowed: a torch.Tensor")
-        if x.dtype not in DTYPES or x.dtype != like.dtype:
-            raise TypeError(
-                f"{operation}: {name} has dtype {x.dtype}; allowed: {first}'s, one of {', '.join(map(str, DTYPES))}"
-            )
-        if x.dim() == 0 or x.shape[-1] == 0 or x.shape != like.shape:
-            raise ValueError(
-                f"{operation}: {name} has shape {tuple(x.shape)}; allowed: [.., H] with H at least 1, that of {first}"
-            )
-        if x.device != like.device:
-            raise ValueError(f"{operation}: {name} is on {x.device}; allowed: the device of {first}, {like.device}")
-
-
 def torch_gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """See gated.torch_gated_forward."""
-    check_torch_gated("torch_gated_forward", activation, gate=gate, up=up)
     return (in_whole_vectors(_FORWARD[activation], gate) * up).contiguous()
 
 
@@ -141,8 +102,6 @@ def torch_gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """See gated.torch_gated_backward."""
-    outs = {} if out is None else {"dgate": out[0], "dup": out[1]}
-    check_torch_gated("torch_gated_backward", activation, gate=gate, up=up, dy=dy, **outs)
     dgate = in_whole_vectors(_BACKWARD[activation], dy * up, gate)
     dup = dy * in_whole_vectors(_FORWARD[activation], gate)
     if out is None:

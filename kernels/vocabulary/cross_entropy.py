@@ -306,7 +306,7 @@ def _block(columns: int) -> tuple[int, int]:
 
 def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec: LossSpec) -> Tensor:
     """extremes [E, T] of one part of the vocabulary, see loss_spec."""
-    logits, target = as_rows("row_extremes", logits, target, columns)
+    logits, target = as_rows(logits, target)
     t = logits.shape[0]
     extremes = torch.empty((spec.extremes, t), device=logits.device, dtype=torch.float32)
     if t:
@@ -326,7 +326,7 @@ def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec:
 
 def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spec: LossSpec) -> Tensor:
     """sums [S, T] of one part of the vocabulary, from the extremes [P, E, T] of all, see loss_spec."""
-    logits, target = as_rows("row_sums", logits, target, columns)
+    logits, target = as_rows(logits, target)
     t, parts = logits.shape[0], extremes.shape[0]
     sums = torch.empty((spec.sums, t), device=logits.device, dtype=torch.int64)
     if t:
@@ -366,7 +366,7 @@ def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spe
 
 def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(losses [T], stats [2, T]) of a vocabulary in one part, with the bits of the three functions, see loss_spec."""
-    rows, ids = as_rows("whole_losses", logits, target, spec.vocabulary)
+    rows, ids = as_rows(logits, target)
     t = ids.shape[0]
     losses = torch.empty((t,), device=logits.device, dtype=torch.float32)
     stats = torch.empty((2, t), device=logits.device, dtype=torch.float32)
@@ -405,7 +405,7 @@ def logits_grad(
     spec: LossSpec,
 ) -> Tensor:  # fmt: skip
     """dlogits [.., N] of one part of the vocabulary, by the formula at the top, see loss_spec."""
-    rows, ids = as_rows("logits_grad", logits, target, columns)
+    rows, ids = as_rows(logits, target)
     t, n = rows.shape
     dx = torch.empty(logits.shape, device=logits.device, dtype=torch.float32 if interpreting() else logits.dtype)
     if t and n:

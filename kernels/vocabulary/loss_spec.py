@@ -34,8 +34,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..dtypes import DTYPES
-
 
 @dataclass(frozen=True)
 class LossSpec:
@@ -62,18 +60,6 @@ class LossSpec:
         return 2 if self.label_smoothing else 1
 
 
-def as_rows(operation: str, logits: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """logits [T, width] and target [T].
-
-    Raises TypeError for a dtype, and ValueError for a shape or a number of columns that does not fit.
-    """
-    if logits.dtype not in DTYPES:
-        raise TypeError(f"{operation}: logits has dtype {logits.dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    if logits.dim() == 0 or target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{operation}: logits has shape {tuple(logits.shape)} and target {tuple(target.shape)}; allowed: "
-            "[.., columns] and [..]"
-        )
-    if not 0 <= columns <= logits.shape[-1]:
-        raise ValueError(f"{operation}: columns is {columns}; allowed: 0 to {logits.shape[-1]}")
+def as_rows(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [T, width] and target [T]."""
     return logits.flatten(0, -2) if logits.dim() > 1 else logits.unsqueeze(0), target.reshape(-1)

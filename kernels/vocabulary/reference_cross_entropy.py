@@ -44,7 +44,7 @@ def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec: LossSpec) -> Tensor:
     """extremes [E, T] of one part of the vocabulary, see loss_spec."""
-    logits, target = as_rows("row_extremes", logits, target, columns)
+    logits, target = as_rows(logits, target)
     extremes = logits.new_full((spec.extremes, logits.shape[0]), -math.inf, dtype=torch.float32)
     if spec.label_smoothing:
         extremes[2] = math.inf
@@ -70,7 +70,7 @@ def _top(extremes: Tensor) -> Tensor:
 
 def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spec: LossSpec) -> Tensor:
     """sums [S, T] of one part of the vocabulary, from the extremes [P, E, T] of all, see loss_spec."""
-    logits, target = as_rows("row_sums", logits, target, columns)
+    logits, target = as_rows(logits, target)
     sums = torch.zeros((spec.sums, logits.shape[0]), dtype=torch.int64, device=logits.device)
     top = _top(extremes)
     scale = _shift_scale(top, extremes[:, 2].amin(0), spec) if spec.label_smoothing else None
@@ -133,7 +133,7 @@ def logits_grad(
 ) -> Tensor:  # fmt: skip
     """dlogits [.., N] of one part of the vocabulary, by the formula in cross_entropy.py, see loss_spec."""
     shape = logits.shape
-    logits, target = as_rows("logits_grad", logits, target, columns)
+    logits, target = as_rows(logits, target)
     out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
     ids, (top, log_sum) = target.long(), stats
     g = (grad if count is None else grad / count).reshape(-1).expand(ids.shape).contiguous()

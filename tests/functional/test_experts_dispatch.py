@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tp_invariant.comm.collectives import Group
+from tp_invariant.functional import experts as functions
 from tp_invariant.functional.experts import dispatch, expert_range
 
 
@@ -34,3 +35,10 @@ def test_rows_meet_their_owner_in_the_order_of_one_rank(world, tokens, experts, 
         assert torch.equal(ordered, way.order)
         own = torch.arange(starts[rank], starts[rank + 1]).view(way.places.shape)
         assert torch.equal((way.departure + starts[rank])[way.places], own)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_more_rows_than_offsets_can_count(monkeypatch, world):
+    monkeypatch.setattr(functions, "MAX_ROWS", 6)
+    with pytest.raises(ValueError, match="experts get 6 rows on a rank"):
+        dispatch(torch.tensor([[0, 1]] * 3), 4, Group(None, 0, world), None)

@@ -16,6 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tp_invariant.functional.gated import ACTIVATIONS
 from tp_invariant.kernels import peer_flags, peer_moves
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
@@ -25,7 +26,7 @@ from tp_invariant.kernels.gemm import aligned_copies, batched, matmul, matmul_tm
 from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
 from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax
-from tp_invariant.kernels.rowwise.reference_gated import TORCH_ACTIVATIONS, halves
+from tp_invariant.kernels.rowwise.reference_gated import halves
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding, loss_spec
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
@@ -176,7 +177,7 @@ def fused(dtype: torch.dtype) -> None:
     """What parallelize puts in the place of torch's operators; the options do not meet the dtype."""
     every = dtype == torch.bfloat16
     x, pair = torch.zeros(16, 1000, dtype=dtype), torch.zeros(16, 2000, dtype=dtype).chunk(2, dim=-1)
-    for activation in TORCH_ACTIVATIONS if every else ("silu",):
+    for activation in ACTIVATIONS if every else ("silu",):
         gated.torch_gated_forward(x, x, activation)
         gated.torch_gated_backward(x, x, x, activation)
     gated.torch_gated_backward(x, *pair, "silu", out=pair)

@@ -41,12 +41,18 @@ from ..core.layout import split_sizes
 from ..core.torch_private import TorchDispatchMode, version_of
 from ..gemm.gemm_fn import GemmFn
 from ..gemm.grouped import grouped_column_sums, grouped_matmul, grouped_outer
-from ..kernels.experts.routing_checks import check_rows
 from ..kernels.select import select
 from .partial_gradients import is_wanted, partial_gradients_of
 from .vocab import check_id_dtype, check_ids
 
 # --- which rank computes which row ----------------------------------------------------------------------------------
+
+MAX_ROWS = 2**31  # offsets are int32
+
+
+def _check_rows(rows: int) -> None:
+    if rows >= MAX_ROWS:
+        raise ValueError(f"experts get {rows} rows on a rank, one for each token and slot; allowed: fewer than 2**31")
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,7 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
             check_id_dtype(index, name="top_k_index", rank=group.rank)
         else:
             check_ids(index, experts, name="top_k_index", rank=group.rank)
+        _check_rows(index.numel())
         order, places, offsets = select("routing", device.type).sort_by_expert(index.reshape(-1, k), experts)
         rows = [len(order)]
         return Dispatch(
@@ -174,7 +181,7 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
     legs = (holder.unsqueeze(1) * world + _rank_of(every, experts, world).view(tokens, k)).flatten()
     counts: list[int] = legs.new_zeros(world * world).scatter_add_(0, legs, torch.ones_like(legs)).tolist()
     table = [counts[s * world : (s + 1) * world] for s in range(world)]
-    check_rows(max(map(sum, zip(*table, strict=True))))  # the same on every rank
+    _check_rows(max(map(sum, zip(*table, strict=True))))  # the same on every rank
     received = [row[group.rank] for row in table]
     first = sum(sum(row[: group.rank]) for row in table)
     by_expert, order = every.sort(stable=True)
@@ -227,7 +234,7 @@ def dispatch_over_data(
     places = _inverse(departure).view(len(departure) // k, k)
     owner = _rank_of(own, experts, world)
     table = gather_counts(owner.new_zeros(world).scatter_add_(0, owner, torch.ones_like(owner)))
-    check_rows(max(map(sum, zip(*table, strict=True))))
+    _check_rows(max(map(sum, zip(*table, strict=True))))
     sent, received = table[group.rank], [row[group.rank] for row in table]
     counts = [count for row in table for count in row]
     part = own * replicas + group.rank // holders.size

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.compiled import as_custom_op
 from ..core.differentiation import once_differentiable
 from ..core.layout import fresh_view
+from ..kernels.dtypes import DTYPES
 from ..kernels.rowwise.reference_gated import halves
 from ..kernels.select import select
 from .linear import flatten_tokens
@@ -48,6 +49,8 @@ def gated_activation(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
+    if gate.dtype not in DTYPES:
+        raise TypeError(f"gate has dtype {gate.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
     if up is None:
         if gate.shape[-1] % 2:
             raise ValueError(f"gate has shape {tuple(gate.shape)}: without up its last dim must be even, for both")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -194,60 +193,13 @@ def test_neighbours_in_memory_are_not_read():
     assert grouped.grouped_outer(a, a, offsets_of((3, 17))).isfinite().all()
 
 
-A, B, OFFSETS = torch.ones(4, 8), torch.ones(2, 8, 3), torch.tensor([0, 1, 4], dtype=torch.int32)
-OUT = torch.zeros(2, 8, 8)
-
-
 @both_forms
-@pytest.mark.parametrize(
-    "error, message, args, options",
-    (
-        (TypeError, "grouped_matmul: b has dtype torch.float16; allowed: the dtype of a", (A, B.half(), OFFSETS), {}),
-        (ValueError, "grouped_matmul: a has shape (8,); allowed: [R, K] with K at least 1", (A[0], B, OFFSETS), {}),
-        (
-            ValueError,
-            "grouped_matmul: b has shape (2, 8, 0); allowed: [E, K, N] with K, N at least 1",
-            (A, B[..., :0], OFFSETS),
-            {},
-        ),
-        (ValueError, "grouped_matmul: b has shape (2, 7, 3); allowed: [E, K, N] with", (A, B[:, 1:], OFFSETS), {}),
-        (TypeError, "grouped_matmul: offsets is a list; allowed: a torch.Tensor", (A, B, [0, 1, 4]), {}),
-        (TypeError, "grouped_matmul: offsets has dtype torch.int64; allowed: torch.int32", (A, B, OFFSETS.long()), {}),
-        (
-            ValueError,
-            "grouped_matmul: offsets has shape (2,); allowed: [E + 1] with the E of b, here (3,)",
-            (A, B, OFFSETS[1:]),
-            {},
-        ),
-        (
-            ValueError,
-            "grouped_matmul: offsets is [0, 1, 3]; allowed: ascending values from 0 to the rows of a, 4",
-            (A, B, OFFSETS.clamp(max=3)),
-            {},
-        ),
-        (ValueError, "grouped_matmul: bias has shape (3,); allowed: [E, N]", (A, B, OFFSETS), {"bias": A[0, :3]}),
-        (ValueError, "grouped_outer: b has shape (3, 8); allowed: [R, N] with the R of a", (A, A[1:], OFFSETS), {}),
-        (ValueError, "grouped_outer: out has shape (1, 8, 8)", (A, A, OFFSETS), {"out": OUT[:1]}),
-        (ValueError, "grouped_outer: out has shape (2, 8, 8) and strides", (A, A, OFFSETS), {"out": OUT.mT}),
-        (ValueError, "matmul: accumulate=True needs out=", (A, A, OFFSETS), {"accumulate": True}),
-        (
-            TypeError,
-            "matmul: out has dtype torch.float16; allowed with accumulate=True: torch.float32",
-            (A, A, OFFSETS),
-            {"out": OUT.half(), "accumulate": True},
-        ),
-        (
-            ValueError,
-            "grouped_outer: out shares memory with a; allowed: memory of its own",
-            (OUT.view(16, 8)[12:], A, OFFSETS),
-            {"out": OUT},
-        ),
-    ),
-)
-def test_what_is_refused(form, gemm, error, message, args, options):
-    wgrad = "outer" in message or message.startswith("matmul")
-    with pytest.raises(error, match=re.escape(message)):
-        (form.grouped_outer if wgrad else form.grouped_matmul)(*args, **options)
+def test_what_is_refused(form, gemm):
+    a, b, offsets = torch.ones(4, 8), torch.ones(2, 8, 3), torch.tensor([0, 1, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"grouped_matmul: b has dtype torch\.float16; allowed: the dtype of a"):
+        form.grouped_matmul(a, b.half(), offsets)
+    with pytest.raises(TypeError, match=r"grouped_outer: a has dtype torch\.float64; allowed: torch\.bfloat16"):
+        form.grouped_outer(a.double(), a.double(), offsets)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

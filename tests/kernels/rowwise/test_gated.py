@@ -6,7 +6,6 @@ Those for experts, and those with torch's own bits.
 from __future__ import annotations
 
 import math
-import re
 from types import ModuleType
 
 import pytest
@@ -14,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tp_invariant.functional.gated import ACTIVATIONS
 from tp_invariant.kernels.elementwise import in_whole_vectors
 from tp_invariant.kernels.rowwise import gated, reference_gated
-from tp_invariant.kernels.rowwise.reference_gated import TORCH_ACTIVATIONS, halves
+from tp_invariant.kernels.rowwise.reference_gated import halves
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,24 +153,6 @@ def test_written_into_halves_of_one_tensor(kernels, dtype, activation):
         assert [x.data_ptr() for x in got] == [x.data_ptr() for x in outs]
 
 
-X = torch.ones(4, 8)
-
-
-@pytest.mark.parametrize(
-    "error, message, args",
-    (
-        (ValueError, "gated_forward: activation is 'relu'; allowed: silu, gelu_tanh, clamped_silu", (X, X, "relu")),
-        (ValueError, "gated_forward: up has shape (4, 4); allowed: (4, 8)", (X, X[:, :4], "silu")),
-        (TypeError, "gated_forward: up has dtype torch.float16; allowed: torch.float32", (X, X.half(), "silu")),
-        (TypeError, "gated_forward: gate has dtype torch.float64; allowed: ", (X.double(), X, "silu")),
-        (ValueError, "gated_backward: dy has shape (2, 8); allowed: (4, 8)", (X[:2], X, X, "silu")),
-    ),
-)
-def test_errors(kernels, error, message, args):
-    with pytest.raises(error, match=re.escape(message)):
-        getattr(kernels, message.partition(":")[0])(*args)
-
-
 # --- with torch's bits ------------------------------------------------------------------------------------------------
 
 FUNCTIONS = {
@@ -180,7 +162,7 @@ FUNCTIONS = {
     "relu": F.relu,
 }
 ERF_IS_ANOTHER = DEVICE == "cuda"  # in the CUDA that Triton brings than in torch's
-every_torch_activation = pytest.mark.parametrize("activation", TORCH_ACTIVATIONS)
+every_torch_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 def gpu(test):
@@ -220,7 +202,7 @@ def test_the_bytes_of_torchs_operators(activation, dtype):
 
 @gpu
 @every_dtype
-@pytest.mark.parametrize("activation", [name for name in TORCH_ACTIVATIONS if name != "gelu"])
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "gelu"])
 def test_many_elements_on_a_gpu(activation, dtype):
     tensors = data(2048, 2048, dtype, spread=14)
     expected = by_torch(*tensors, activation)
@@ -278,15 +260,3 @@ def test_halves_with_torchs_bits(kernels):
 def test_no_rows_with_torchs_bits(kernels):
     x = torch.empty(0, 64, device=DEVICE)
     assert [t.shape for t in with_torchs_bits(kernels, x, x, x, "silu")] == [(0, 64)] * 3
-
-
-def test_errors_with_torchs_bits(kernels):
-    x = torch.ones(2, 8, device=DEVICE)
-    with pytest.raises(ValueError, match="torch_gated_forward: activation is 'mish'; allowed: silu, gelu, gelu_tanh"):
-        kernels.torch_gated_forward(x, x, "mish")
-    with pytest.raises(TypeError, match=r"gate has dtype torch\.float64"):
-        kernels.torch_gated_forward(x.double(), x.double(), "silu")
-    with pytest.raises(TypeError, match=r"up has dtype torch\.bfloat16"):
-        kernels.torch_gated_forward(x, x.bfloat16(), "silu")
-    with pytest.raises(ValueError, match=r"dy has shape \(2, 4\)"):
-        kernels.torch_gated_backward(x[:, :4], x, x, "silu")

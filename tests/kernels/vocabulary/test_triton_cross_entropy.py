@@ -291,24 +291,3 @@ def test_large_and_small_logits(scale):
     spec = make_spec(100, label_smoothing=0.1)
     losses = on_parts(cross_entropy, x, target, (0, 50, 100), spec)[0]
     torch.testing.assert_close(losses.double(), float64_losses(x.double(), target, spec), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("kernels", (cross_entropy, reference_cross_entropy), ids=("triton", "reference"))
-@pytest.mark.parametrize(
-    ("x", "columns", "kind", "text"),
-    [
-        (torch.zeros(3), 3, ValueError, r"logits has shape \(3,\) and target \(3,\); allowed: \[\.\., columns\] and"),
-        (torch.zeros(2, 3), 3, ValueError, r"logits has shape \(2, 3\) and target \(3,\); allowed: \[\.\., columns\]"),
-        (torch.zeros(3, 3).double(), 3, TypeError, "logits has dtype torch.float64; allowed: torch.b"),
-        (torch.zeros(3, 3), 4, ValueError, "columns is 4; allowed: 0 to 3"),
-    ],
-)
-def test_what_is_refused(x, columns, kind, text, kernels):
-    target, spec = torch.zeros(3, dtype=torch.int64, device=DEVICE), make_spec(4)
-    with pytest.raises(kind, match=f"^row_extremes: {text}"):
-        kernels.row_extremes(x.to(DEVICE), target, columns, 0, spec)
-    with pytest.raises(kind, match=f"^row_sums: {text}"):
-        kernels.row_sums(x.to(DEVICE), target, columns, torch.zeros(1, 2, 3, device=DEVICE), spec)
-    stats, one = torch.zeros(2, 3, device=DEVICE), torch.ones(1, device=DEVICE)
-    with pytest.raises(kind, match=f"^logits_grad: {text}"):
-        kernels.logits_grad(one, x.to(DEVICE), target, stats, None, columns, 0, spec)
