@@ -18,11 +18,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.derived_class import derived_class
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
 from ..functional.attention_choice import check_no_dropout, safe_attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..layers.linear import Linear
+from .generation import Generating
 from .masks import Packing, VisibleKeys, attend, visible_keys
 from .saving import install_saving
 
@@ -198,6 +200,8 @@ def install(model: Any, degree: int = 1) -> None:
         if isinstance(module, PreTrainedModel):
             refuse = functools.partial(_refuse_attentions, degree)
             with_key(module.register_forward_pre_hook(refuse, with_kwargs=True), "refuse_attentions")
+            if hasattr(module, "generate") and not isinstance(module, Generating):
+                module.__class__ = derived_class(type(module), Generating)
             install_saving(module)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())

@@ -1,0 +1,92 @@
+"""Ranks that draw different texts say so at the step at which they part; ranks that draw the same one are let be."""
+
+from __future__ import annotations
+
+import hf_models
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+
+import tp_invariant as tpi
+
+TWO_LIKELY = dict(do_sample=True, top_k=2, max_new_tokens=12)
+
+
+def prompt():
+    return hf_models.batch()["input_ids"][:1, :6]
+
+
+def text_of(tp_group, seeds, stock, options):
+    """What is written after the prompt with a seed for each rank, or the error; stock: by transformers' own function."""
+    model = tpi.parallelize(hf_models.build("llama").eval(), tp_group)
+    model.generation_config.eos_token_id = None
+    ids = prompt()
+    torch.manual_seed(seeds[tp_group.rank()])
+    generate = transformers.GenerationMixin.generate.__get__(model) if stock else model.generate
+    try:
+        return generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    except RuntimeError as error:
+        return str(error)
+
+
+def texts_alone(seeds):
+    """What each seed draws on one rank."""
+    return [run_ranks(text_of, 1, [seed], False, TWO_LIKELY)[0] for seed in seeds]
+
+
+def test_texts_that_agree_by_chance_at_first_part_with_an_error():
+    with tpi.set_tp_invariant_mode(True):
+        first, *others = texts_alone(range(6))
+        later = [(seed, text) for seed, text in enumerate(others, 1) if text[:2] == first[:2] and text != first]
+        seed, text = later[0]
+        step = next(i for i in range(12) if text[i] != first[i])
+        errors = run_ranks(text_of, 2, [0, seed], False, TWO_LIKELY)
+        assert errors[0] == errors[1]
+        assert errors[0].startswith(
+            f"the 2 ranks of tp_group have different texts after step {step + 1} of generate, whose last tokens are "
+            f"({first[step]},) on rank 0; ({text[step]},) on rank 1. "
+        )
+        assert "seed all of them alike" in errors[0]
+        # a control: without the comparison each rank has a text of its own
+        one, other = run_ranks(text_of, 2, [0, seed], True, TWO_LIKELY)
+        assert one[:step] == other[:step] and one[step] != other[step]
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_beams_that_are_drawn(mode):
+    """Two beams may end in the same tokens and have different beginnings: the whole texts are compared."""
+    with tpi.set_tp_invariant_mode(mode):
+        errors = run_ranks(text_of, 2, [0, 1], False, dict(TWO_LIKELY, num_beams=2))
+    assert errors[0] == errors[1] and "different texts after step" in errors[0]
+
+
+def whole_batch(tp_group, how):
+    model = tpi.parallelize(hf_models.build("llama").eval(), tp_group)
+    ids = hf_models.batch()["input_ids"][:, :6].clone()
+    mask = torch.ones_like(ids)
+    ids[0, :4], mask[0, :4] = 0, 0  # padding
+    torch.manual_seed(0)
+    options = dict(attention_mask=mask, max_new_tokens=8, pad_token_id=0)
+    if how == "criteria by place":
+        at_most = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(10)])
+        return model.generate(ids, None, None, at_most, **options).tolist()
+    more = {
+        "drawn": dict(do_sample=True),
+        "greedy": {},
+        "beams": dict(num_beams=3),
+        "a static cache": dict(cache_implementation="static", do_sample=True),
+        "one token": dict(do_sample=True, max_new_tokens=1),
+        "criteria": dict(stopping_criteria=[transformers.MaxLengthCriteria(10)]),
+    }[how]
+    return model.generate(ids, **(options | more)).tolist()
+
+
+@pytest.mark.parametrize(
+    "how", ["drawn", "greedy", "beams", "a static cache", "one token", "criteria", "criteria by place"]
+)
+def test_ranks_seeded_alike_write_the_text_of_one_rank(how):
+    with tpi.set_tp_invariant_mode(True):
+        (alone,) = run_ranks(whole_batch, 1, how)
+        assert run_ranks(whole_batch, 2, how) == [alone, alone]
+    assert len(alone[0]) <= (10 if "criteria" in how else 14)

@@ -1,0 +1,62 @@
+"""`generate` of a parallelized model: its ranks compare the text after every step.
+
+Each rank draws the tokens by itself. Ranks with seeds of their own draw different ones, sooner or later, and each would
+return a text of its own, computed from keys and values of several texts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.full_state import layers_group
+from ..comm.collectives import Group
+from ..comm.wire import gather_objects
+from ..consistency.agreement import compare_call
+from ..consistency.differences import format_values, ranks_by_value
+from ..core.bits import tensor_hash
+
+_CRITERIA = 3  # the place of `stopping_criteria` among the arguments of transformers' generate
+
+
+class Generating(nn.Module):
+    """What the classes of parallelized models derive from, before a class that has transformers' `generate`."""
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """transformers' generate; a collective. The ranks compare a hash of the text after every step.
+
+        Raises:
+            RuntimeError: the same on every rank, if the ranks' texts differ; names the step, the tokens and the ranks.
+        """
+        former: Any = super()
+        group = layers_group(self, of_replica=True)
+        if group.size > 1 and options.get("cache_implementation") != "paged":  # which takes no criteria
+            if len(args) > _CRITERIA:
+                args = (*args[:_CRITERIA], [*(args[_CRITERIA] or ()), _SameText(group)], *args[_CRITERIA + 1 :])
+            else:
+                options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), _SameText(group)]
+        return former.generate(*args, **options)
+
+
+class _SameText:
+    """One of transformers' stopping criteria, which are called after every step: stops nothing."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._steps = group, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
+        group = self._group
+        self._steps += 1
+        facts = {"the call": "a step of generate", "the shape of the text": tuple(input_ids.shape)}
+        hashes = compare_call(tensor_hash(input_ids).view(1), facts, group, "tp_group")
+        if len({value for (value,) in hashes}) > 1:
+            newest = gather_objects(tuple(input_ids[:, -1].tolist()), group)
+            raise RuntimeError(
+                f"the {group.size} ranks of tp_group have different texts after step {self._steps} of generate, whose "
+                f"last tokens are {format_values(ranks_by_value(enumerate(newest)))}. Ranks of a tp_group must be given "
+                "the same prompts and draw the same tokens: seed all of them alike before generate "
+                "(torch.manual_seed), also where data-parallel ranks have seeds of their own"
+            )
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
