@@ -18,7 +18,7 @@ def prompt():
 
 
 def text_of(tp_group, seeds, stock, options):
-    """What is written after the prompt with a seed for each rank, or the error; stock: by transformers' own function."""
+    """What is written after the prompt, or the error; seeds: of each rank; stock: by transformers' own function."""
     model = tpi.parallelize(hf_models.build("llama").eval(), tp_group)
     model.generation_config.eos_token_id = None
     ids = prompt()

@@ -55,8 +55,8 @@ class _SameText:
             newest = gather_objects(tuple(input_ids[:, -1].tolist()), group)
             raise RuntimeError(
                 f"the {group.size} ranks of tp_group have different texts after step {self._steps} of generate, whose "
-                f"last tokens are {format_values(ranks_by_value(enumerate(newest)))}. Ranks of a tp_group must be given "
-                "the same prompts and draw the same tokens: seed all of them alike before generate "
-                "(torch.manual_seed), also where data-parallel ranks have seeds of their own"
+                f"last tokens are {format_values(ranks_by_value(enumerate(newest)))}. Ranks of a tp_group must get the "
+                "same prompts and draw the same tokens: seed all of them alike before generate (torch.manual_seed), "
+                "also where data-parallel ranks have seeds of their own"
             )
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
