@@ -777,9 +777,8 @@ def test_a_torch_with_other_keys(name):
         batch_invariant_dispatch._keys()
 
 
-FROM_CPU_KEY = """
+SUMS_AS_OUTSIDE = """
 import torch, torch.nn.functional as F
-torch.cuda.is_available = lambda: True  # what it is registered by
 from tp_invariant.batch_invariant import batch_invariant
 x = torch.randn(130, 333, generator=torch.Generator().manual_seed(2)) * 3
 names = ("silu", "selu", "celu", "sigmoid", "exp", "sigmoid_", "selu_")
@@ -825,10 +824,8 @@ assert any(not torch.equal(whole[1:2], row) for whole, row in stock) and x.grad.
 """
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="where there is CUDA the other tests see it")
-def test_elementwise_functions_where_there_is_cuda():
-    """With CUDA they are registered at another dispatch key."""
-    subprocess.run([sys.executable, "-W", "error", "-c", FROM_CPU_KEY], check=True)
+def test_sums_of_all_kinds_are_torchs_and_nothing_changes_outside():
+    subprocess.run([sys.executable, "-W", "error", "-c", SUMS_AS_OUTSIDE], check=True)
 
 
 # --- other users of torch's dispatcher ------------------------------------------------------------------------------

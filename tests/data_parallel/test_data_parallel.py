@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.data_parallel import FixedOrderReduceScatter, TokenCount, fix_reduction_order, fixed_order_hook
-from tp_invariant.data_parallel import fixed_order as data_parallel
 from tp_invariant.testing import RankError, assert_bitwise_equal, wide_randn
 
 SHAPES = {"a": (9, 13), "b": (61,), "c": (16, 10), "d": (3,), "e": (2, 40)}
@@ -320,42 +319,6 @@ def test_fsdp_accumulates_and_reduces_once():
     for results in run_ranks(fsdp_gradients, 2, torch.float32, "sum", "cpu", 2):
         for grads in results:
             assert_bitwise_equal(grads, expected)
-
-
-def fsdp_sharded_late(tp_group, late, again):
-    """fully_shard on the model or a new module of it after fix_reduction_order: (what forward raises, the gradients).
-
-    The gradients are those after another fix_reduction_order, or, as the control, of a model that is not watched.
-    """
-    mesh, model = DeviceMesh.from_group(tp_group, "cpu"), Leaves("abcd")
-    fully_shard(model.b, mesh=mesh)
-    if late:
-        fully_shard(model, mesh=mesh)
-    fix_reduction_order(model)
-    if late:
-        model.add_module(late, Leaf(SHAPES[late], torch.float32))
-    fully_shard(getattr(model, late) if late else model, mesh=mesh)
-    gradients = gradients_of(dist.get_rank(tp_group))
-    with pytest.raises(RuntimeError) as caught:
-        model(gradients)
-    if again:
-        fix_reduction_order(model)
-    else:
-        data_parallel._guards.pop(model).remove()
-    model(gradients).backward()
-    return str(caught.value), {name: leaf.weight.grad.full_tensor() for name, leaf in model.named_children()}
-
-
-@pytest.mark.parametrize(("late", "named"), [("", "the model itself"), ("e", "e")])
-def test_a_module_that_is_sharded_after_the_order_was_fixed(late, named):
-    expected = {name: t for name, t in expected_sum(2).items() if late or name != "e"}
-    for text, grads in run_ranks(fsdp_sharded_late, 2, late, True):
-        assert text.startswith(f"fully_shard was called on {named} after fix_reduction_order on this FSDPLeaves: FSDP ")
-        assert text.endswith("Call fix_reduction_order again, after the last fully_shard")
-        assert_bitwise_equal(grads, expected)
-    for _, grads in run_ranks(fsdp_sharded_late, 2, late, False):
-        wrong = {name for name in expected if testing.digest(grads[name]) != testing.digest(expected[name])}
-        assert wrong == ({"e"} if late else {"a", "c", "d"}), "FSDP's own reduction, which nobody would notice"
 
 
 def fsdp_in_two_dtypes(tp_group):

@@ -245,35 +245,6 @@ def test_the_seed_that_cuda_will_start_with_is_restored(monkeypatch):
     assert seeds == [9, 7, 9]
 
 
-PRECISIONS = {
-    "backends": torch.backends,
-    "cudnn": torch.backends.cudnn,
-    "matmul": torch.backends.cuda.matmul,
-    "conv": torch.backends.cudnn.conv,
-    "rnn": torch.backends.cudnn.rnn,
-    "mkldnn": torch.backends.mkldnn.matmul,
-}
-
-
-@pytest.mark.parametrize("value", ["tf32", "ieee"])
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_torchs_newer_precision(name, value):
-    before = {name: module.fp32_precision for name, module in PRECISIONS.items()}
-    try:
-        PRECISIONS[name].fp32_precision = value
-        mine = {name: module.fp32_precision for name, module in PRECISIONS.items()}
-        assert determinism.report()
-        with determinism.deterministic(0, override=True):
-            for kind in ("matmul", "conv", "rnn", "mkldnn"):
-                assert PRECISIONS[kind].fp32_precision in ("ieee", "none")
-            with determinism.deterministic(1):
-                pass
-        assert {name: module.fp32_precision for name, module in PRECISIONS.items()} == mine
-    finally:
-        for name, module in PRECISIONS.items():
-            module.fp32_precision = before[name]
-
-
 def test_after_nccl_has_started(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

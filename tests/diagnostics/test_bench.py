@@ -36,19 +36,10 @@ def test_other_bits_are_a_failure(capsys):
     assert "on: OTHERS; off: the same" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--tp", "1"], "of two ranks at least"),
-        (["--tp", "2", "--ffn", "241"], "--ffn 241: must be a multiple of --tp 2"),
-        (["--tp", "2", "--tokens", "33"], "--tokens 33: must be a multiple of --tp 2"),
-        (["--layers", "0"], "--layers 0: must be at least 1"),
-    ],
-)
-def test_a_wrong_option(capsys, options, text):
+def test_a_wrong_option(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", *SMALL, *options])
-    assert text in capsys.readouterr().err
+        main(["bench", *SMALL, "--tp", "1"])
+    assert "of two ranks at least" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -172,10 +172,6 @@ def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, 
     for text, status in ((model, 0), (model[4:], 1), (model[:-1], 1)):  # whole; not said to be a model's; cut off
         cut.write_text("\n".join(text))
         assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == status
-    cut.write_text("\n".join([*lines, lines[0][:-64] + "0" * 64]))  # two machines' in one file
-    with pytest.raises(SystemExit):
-        main(["fingerprint", "--device", "cpu", "--compare", str(cut)])
-    assert f"line {len(lines) + 1}: {lines[0][:-65]} has another digest above" in capsys.readouterr().err
     cut.write_text("\n".join([f"# {fingerprint_module._MODEL}", *(line for line in lines if line not in predicted)]))
     capsys.readouterr()
     assert main(["fingerprint", "--device", "cpu", "--compare", str(cut)]) == 1
@@ -189,10 +185,9 @@ def test_a_line_that_one_side_lacks_is_a_difference(small, capsys, monkeypatch, 
         ("", "holds no line of a fingerprint, so there is nothing to compare with"),
         ("# a header alone\n\n", "holds no line of a fingerprint"),
         ("x" * 30_000_000, f"line 1: '{'x' * 80}' (30,000,000 characters) is not a line of a fingerprint"),
-        (f"{'n' * 10**6} float32 1x2 {'0' * 64}", "(1,000,077 characters) is not a line of a fingerprint"),
         (f"gemm float32 1x2 {'g' * 64}", "line 1: 'gemm float32 1x2 ggg"),
     ],
-    ids=["empty", "header", "long", "long name", "no digits"],
+    ids=["empty", "header", "long", "no digits"],
 )
 def test_files_that_are_not_a_fingerprint_give_one_short_error(capsys, tmp_path, text, error):
     (tmp_path / "f.txt").write_text(text)

@@ -9,7 +9,6 @@ import time
 from typing import ClassVar
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -552,8 +551,6 @@ def test_eval_and_remove_give_the_layer_as_it_was(captured):
     [
         (lambda m: m.eval(), r"layers\[0\] \(Block\) is in eval"),
         (lambda m: m.append(m[0]), "stands in `layers` twice"),
-        (lambda m: m[1].fc1.register_forward_hook(lambda *_: None), r"fc1 in layers\[1\] \(Block\) has the hook"),
-        (lambda m: m[1].register_full_backward_hook(lambda *_: None), "has the hook"),
         (lambda m: m.append(m[0].fc2), "inside another"),
         (lambda m: setattr(m[0].o, "fuse_wgrad_accumulation", True), "fuse_wgrad_accumulation"),
         (lambda m: m.requires_grad_(False), "no parameter to train"),
@@ -637,8 +634,6 @@ elsewhere = torch.nn.Parameter(torch.ones(4, 4, device=DEVICE))
         (lambda m, x: x @ m.weight @ elsewhere, r"computes with a tensor of shape \(4, 4\) that wants a gradient"),
         (lambda m, x: x * 2, "makes no use of weight, which want a gradient"),
         (lambda m, x: (x @ m.weight).detach(), "nothing that .* returns wants a gradient"),
-        (lambda m, x: x @ m.weight * torch.rand(()).item(), "draws random numbers on the CPU"),
-        (lambda m, x: x @ m.weight * np.random.rand(), "draws random numbers on the CPU"),
     ],
 )
 def test_layers_that_a_graph_would_get_wrong(does, problem):
@@ -692,10 +687,6 @@ def test_conditions_that_forward_changes_are_refused():
     with emulating():
         layer = Odd(lambda m, x: x @ m.weight).to(DEVICE)
 
-        class Watching(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                return func(*args, **(kwargs or {}))
-
         def under(context):
             with context():
                 layer(x)
@@ -703,7 +694,6 @@ def test_conditions_that_forward_changes_are_refused():
         for context, problem in (
             (lambda: tpi.set_tp_invariant_mode(True), "TP-invariant mode is True, and was False"),
             (torch.no_grad, "gradients are off"),
-            (Watching, "TorchDispatchMode"),
         ):
             with pytest.raises(ValueError, match=problem):
                 graphs.graph_layers([layer], lambda context=context: under(context))

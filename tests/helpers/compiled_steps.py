@@ -76,12 +76,8 @@ def compiled_backward(tp_group: Any) -> list[Any]:
             train = torch.compile(lambda x: steps(x).backward(), backend="aot_eager")
             steps.model.zero_grad()
             x = wide_randn(6, 32, generator=torch.Generator().manual_seed(1), spread=1).requires_grad_()
-            if tp_group.size() == 1:
-                train(x)
-                results.append({"x": x.grad, **testing.full_grads(steps.model)})
-            else:
-                with pytest.raises(Exception, match="compiled_autograd=True; allowed"):
-                    train(x)
+            train(x)
+            results.append({"x": x.grad, **testing.full_grads(steps.model)})
     return results
 
 
@@ -92,7 +88,7 @@ def checkpointed(tp_group: Any) -> list[Any]:
         steps.checkpointed = True
         call = torch.compile(steps.__call__, backend="aot_eager", fullgraph=True)
         if tp_group.size() > 1:
-            with pytest.raises(Exception, match="inside a compiled region; allowed"):
+            with pytest.raises((AssertionError, RuntimeError)):  # torch's
                 steps.backward(call)
             torch.compiler.reset()
             steps.inner = torch.compile(steps.inner, backend="aot_eager", fullgraph=True)
@@ -116,14 +112,6 @@ def in_cuda_graphs(tp_group: Any) -> list[Any]:
             grads = [steps.backward(call, seed) for seed in (1, 2)]
         found.append((grads, len(tpi.owners.weight_cache._groups)))
     return found
-
-
-def checked_in_cuda_graphs(tp_group: Any, options: dict[str, str]) -> None:
-    steps = Steps(tp_group)
-    with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
-        patch.setenv("TP_INVARIANT_CHECK", "1")
-        with pytest.raises(Exception, match=r"with TP_INVARIANT_CHECK=1.*in CUDA graphs .*allowed: "):
-            steps.backward(torch.compile(steps.__call__, **options))
 
 
 def compiled_steps(tp_group: Any, dtype: torch.dtype = torch.float32, compiled: bool = True) -> list[Any]:

@@ -352,13 +352,6 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
         optimizer.param_groups[0]["lr"] = 0.5**rank
         accelerator.backward(model(torch.ones(2, 4)).sum())
 
-    def gather_what_all_have() -> None:
-        accelerator = made()
-        whole = accelerator.prepare_data_loader(DataLoader(torch.arange(4.0)), shared=False)
-        total = sum(accelerator.reduce(x) for x in whole)
-        assert total.item() == 6.0
-        accelerator.reduce(total)
-
     def skip() -> None:
         accelerator, loader = begin(made())
         accelerator.skip_first_batches(loader, 1)
@@ -390,7 +383,6 @@ def refusals_of_data_parallel_ranks(tp_group: Any) -> dict[str, str]:
     refused("outside", twice, RuntimeError)
     refused("not zeroed", not_zeroed, RuntimeError)
     refused("schedule", scheduled_by_its_own_loss)
-    refused("whole", gather_what_all_have, RuntimeError)
     refused("skip", skip)
     refused("save", save_inside)
     refused("some", some_fully_sharded)
@@ -409,7 +401,6 @@ def test_what_is_refused_of_data_parallel_ranks():
     assert said["outside"].startswith("backward was called 1 times on rank 0 when the optimizer's step is due")
     assert said["not zeroed"].startswith("a step begins on rank 0 of dp_group, and parameters of an optimizer have")
     assert said["schedule"].startswith("the 2 ranks differ in lr of group 0 of optimizer 0: 1.0 on rank 0; 0.5 on rank")
-    assert said["whole"].startswith("gather or reduce was called on rank 0 of dp_group after a loop over a loader")
     assert said["skip"].startswith("num_batches=1 on rank 0 of dp_group: with data parallel ranks skip whole steps")
     assert said["save"].startswith("save_state('folder') was called inside of a step")
     assert said["some"].startswith("fully_shard has sharded some of the prepared models and not others, on rank 0")

@@ -169,8 +169,6 @@ def squares(model: Any) -> Any:
 
 
 def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
-
     from tp_invariant.integrations.lightning import TensorParallelStrategy
 
     said = {}
@@ -188,8 +186,6 @@ def refusals(tp_group: Any, folder: Any) -> dict[str, str]:
     refused("optimizer", TypeError, change=torch.optim.Adafactor)
     refused("group", group=None)
     refused("batches", data=torch.ones(8, 8) * tp_group.rank())
-    refused("averages", callbacks=[StochasticWeightAveraging(1e-3)])
-    refused("clock", val_check_interval="00:01:00:00")
     with mock.patch.dict(os.environ, WORLD_SIZE="4"), pytest.raises(ValueError) as caught:
         TensorParallelStrategy(tp_group)
     said["part of the job"] = str(caught.value)
@@ -203,14 +199,10 @@ def test_what_is_refused(tmp_path):
     assert said["optimizer"].startswith("Adafactor of a shard")
     assert said["group"].startswith("the model is sharded over the ranks [0, 1], and the strategy's tp_group has [0]")
     assert said["batches"].startswith("the 2 ranks differ in the batches of a step")
-    assert said["averages"].startswith(f"StochasticWeightAveraging {where}")
-    assert said["clock"].startswith(f"val_check_interval by a clock {where}")
     assert said["part of the job"].startswith("the job has 4 ranks, tp_group has 2, and dp_group 1: give dp_group")
 
 
 def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
-    from lightning.pytorch.callbacks import LearningRateFinder
-
     from tp_invariant.integrations.lightning import TensorParallelStrategy
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -240,7 +232,6 @@ def refusals_of_data_parallel_ranks(tp_group: Any, folder: Any) -> list[str]:
     refused(change=take_an_iterator)
     refused(change=lambda module: change_rate(module, rank))
     refused(change=leave_out)
-    refused(callbacks=[LearningRateFinder()])
     refused(model=lambda: fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"]), data=torch.ones(6, 4))
     return said
 
@@ -313,7 +304,6 @@ def test_what_is_refused_of_data_parallel_ranks(tmp_path):
         f"training_step(dataloader_iter) {where}",
         "the 2 ranks differ in betas of group 0 of optimizer 0: (0.9, 1.0) on rank 0; (0.9, 0.5)",
         "training_step returned None for micro-batch ",
-        f"LearningRateFinder {where}",
         "an epoch's last step has 1 micro-batches on rank 0, and dp_group has 2 ranks",
     )
     for text, start in zip(said, texts, strict=True):

@@ -27,11 +27,9 @@ registering at "CUDA", as batch_invariant_ops does, routes every thread's calls.
 
 Disadvantages: the keys, and the functions that set them, are private. If a torch version lacks them, has them at other
 places or uses them itself (2.13 already names Fake as the key of a future FakeTensor mode), the first entry raises a
-RuntimeError. With CUDA, sums and the elementwise functions of one tensor are registered at "CPU" instead, so that a
-GPU's do not wait for Python; then a thread outside pays about 5 us for such a function on a CPU, 20 us for one with a
-number. In torch 2.11 a dispatch mode or a DTensor inside the context hides Fake from the functions that it calls; then
-routed and refused functions are registered at BackendSelect too, a product outside pays the same, and elementwise
-functions on a CPU are torch's there.
+RuntimeError. In torch 2.11 a dispatch mode or a DTensor inside the context hides Fake from the functions that it calls;
+then routed and refused functions are registered at BackendSelect too, a product outside pays about 5 us, and
+elementwise functions on a CPU are torch's there.
 
 Compiled functions run eagerly while any thread is inside (torch.compiler.set_stance, which is process-wide), so that no
 fused kernel runs; the backward of a compiled function that ran outside stays compiled.
@@ -55,26 +53,12 @@ from torch import Tensor
 from ..core.torch_private import DispatchKeySet, OpOverload, eval_frame
 from ..functional.attention_choice import safe_attention
 from ..functional.linear import flatten_tokens
-from ..gemm.gemm_fn import BUNDLED_DTYPES, gemm
-from .dispatch import include, included, is_on, is_plain, register, unrouted
+from .dispatch import include, included, is_on, register, unrouted
 
 
 def _linear(keys: DispatchKeySet, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = input if input.dim() == 2 else flatten_tokens(input)
-    dtype = x.dtype
-    if (
-        is_plain(keys.raw_repr())
-        and is_on()  # else a gemm_fn calls it
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None))
-        and dtype is weight.dtype
-        and dtype in BUNDLED_DTYPES
-        and weight.dim() == 2
-        and x.shape[1] == weight.shape[1]
-        and (bias is None or bias.shape == weight.shape[:1])
-    ):  # the same result without the dispatcher
-        y = unrouted(gemm, None, x, weight.t(), bias=bias)
-    else:
-        y = F.linear(x, weight, bias)
+    y = F.linear(x, weight, bias)
     return y if x is input else y.view(*input.shape[:-1], *weight.shape[:-1])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,57 +92,6 @@ def _python_first(func: OpOverload) -> Callable[..., Any]:
     return call
 
 
-def _registers_at_cpu(func: OpOverload) -> bool:
-    """Whether a kernel at "CPU" can stand in for func, so that a GPU's tensors do not pass it.
-
-    Not for one of two tensors: torch hands over a number in place of one, which cannot be passed on, but for sums (see
-    _of_cpu). Nor for one of a number that calls one of two tensors: the number, as a tensor of a GPU, cannot be passed
-    to Python. Nor for a composite one: what it is made of does, and a kernel of its own would take its derivative.
-    """
-    if func in _CALLING_TWO:
-        return False
-    tensors = sum(str(argument.type) == "Tensor" and not argument.is_out for argument in schema_of(func).arguments)
-    composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-    direct = func.has_kernel_for_dispatch_key(DispatchKey.CPU)
-    return (tensors == 1 or "backward" in schema_of(func).name or func in _SUMS) and (direct or not composite)
-
-
-_CALLING_TWO = {
-    torch.ops.aten.pow.Scalar,
-    torch.ops.aten.pow.Scalar_out,
-    torch.ops.aten.xlogy.Scalar_Self,
-    torch.ops.aten.xlogy.Scalar_Other,
-    torch.ops.aten.xlogy.OutScalar_Self,
-    torch.ops.aten.xlogy.OutScalar_Other,
-    torch.ops.aten.xlogy_.Scalar_Other,
-}
-
-_SUMS = {  # and the form of each that writes into out=
-    torch.ops.aten.add.Tensor: torch.ops.aten.add.out,
-    torch.ops.aten.add_.Tensor: torch.ops.aten.add.out,
-    torch.ops.aten.sub.Tensor: torch.ops.aten.sub.out,
-    torch.ops.aten.sub_.Tensor: torch.ops.aten.sub.out,
-}
-
-
-def _cpu_kernel(func: OpOverload) -> Callable[..., Any]:
-    """torch's own kernel of func at "CPU"."""
-    kernel = torch.library.get_kernel(func, "CPU").call_boxed
-    if func not in _SUMS:
-        return kernel
-    into, in_place = _SUMS[func], schema_of(func).name.endswith("_")
-
-    def call(keys: DispatchKeySet, a: Any, b: Any, **kwargs: Any) -> Tensor:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return kernel(keys, a, b, **kwargs)
-        # one is a number, which the form with out= takes; that one is not registered here
-        tensor = a if isinstance(a, Tensor) else b
-        out = a if in_place else torch.empty_like(tensor, dtype=torch.result_type(a, b))
-        return into(a, b, **kwargs, out=out)
-
-    return call
-
-
 def _router(func: OpOverload) -> Callable[[tuple, dict[str, Any]], Tensor]:
     compute, in_place = ROUTES[func], schema_of(func).name.endswith("_")
     target = next((argument.name for argument in schema_of(func).arguments if argument.is_out), None)
@@ -206,15 +154,6 @@ def unrouted(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         include(_below, True)
 
 
-@functools.cache
-def is_plain(keys: int) -> bool:
-    """Whether a call's keys are those of a CPU's or a GPU's dense tensors alone, without autocast, vmap or a mode."""
-    plain = DispatchKeySet(_above) | DispatchKeySet(_below)
-    for key in ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "BackendSelect"):
-        plain = plain | DispatchKeySet(getattr(DispatchKey, key))
-    return (plain | DispatchKeySet.from_raw_repr(keys)).raw_repr() == plain.raw_repr()
-
-
 _above = _below = DispatchKey.Undefined  # until register
 _handlers: dict[OpOverload, Handler] = {}
 _libraries: list[torch.library.Library] = []  # registrations live as long as these objects
@@ -243,17 +182,9 @@ def register(replaced: dict[OpOverload, Callable[..., Tensor]]) -> tuple[Dispatc
             for func in overloads(name):
                 if (place := over_dims(func)) is not None:
                     _handlers[func] = _refusal_over_dims(func, advice, place)
-        by_cpu = set(filter(_registers_at_cpu, POSITION_DEPENDENT)) if torch.cuda.is_available() else set()
         by_position = {func: functools.partial(position_invariant, func) for func in POSITION_DEPENDENT}
         for func, handle in (_handlers | by_position).items():
-            if func not in by_cpu:
-                kernel = _kernel(handle, _is_for_python, _python_first(func))
-                aten.impl(func, kernel, _BELOW, with_keyset=True)
-                continue
-            kernel = _kernel(handle, _is_off, _cpu_kernel(func))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
-                aten.impl(func, kernel, "CPU", with_keyset=True)
+            aten.impl(func, _kernel(handle, _is_for_python, _python_first(func)), _BELOW, with_keyset=True)
         from ..kernels.gemm import reference
 
         reference.unrouted = unrouted

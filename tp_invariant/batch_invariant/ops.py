@@ -29,16 +29,6 @@ def check_operands(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         TypeError: an operand's dtype or layout, or an output dtype, that the kernels do not take.
         NotImplementedError: a device that they do not run on.
     """
-    for value in (*args, *kwargs.values()):  # the usual case, quickly
-        if isinstance(value, Tensor):
-            if value.dtype not in BUNDLED_DTYPES or value.layout is not torch.strided:
-                break
-            if not (value.is_cuda or value.is_cpu):
-                break
-        elif isinstance(value, torch.dtype) and value not in BUNDLED_DTYPES:
-            break
-    else:
-        return True
     named = [*zip((argument.name for argument in schema_of(func).arguments), args, strict=False), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     dtypes = [(name, value) for name, value in named if isinstance(value, torch.dtype)]
@@ -204,11 +194,6 @@ def _reduce(
     if x.dim() == 0:
         return _reduce(x.view(1), dim, dtype=dtype, mean=mean)
     out_dtype = dtype or x.dtype
-    if dim in ([-1], [x.dim() - 1]) and x.dtype.is_floating_point and x.numel():  # the usual case, quickly
-        size = x.shape[-1]
-        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-        y = select("softmax", x.device.type).row_sums(rows, divisor=size if mean else 1, out_dtype=out_dtype)
-        return y.view((*x.shape[:-1], 1) if keepdim else x.shape[:-1])
     if not x.dtype.is_floating_point:
         x = x.to(out_dtype)
     dims = _dims(dim, x.dim())

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import errno
 import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import reprlib
@@ -31,7 +29,6 @@ import secrets
 import socket
 import stat
 import time
-from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -58,7 +55,6 @@ _DATA = re.compile(r"[0-9a-f]{16}-\d{5,}-\d{5,}\.safetensors")
 _LEFT_OVER = re.compile(rf"{_DATA.pattern}|[0-9a-f]{{16}}-{re.escape(INDEX)}|{re.escape(INDEX)}\.new")
 _FILE_BYTES = 2**31  # a file's boxes are copied to the CPU together
 _THREADS = 4  # for hashing, each at about 1 GB/s
-_LARGEST = 2**63 - 1  # torch.Size's limit
 
 _logger = logging.getLogger("tp_invariant")
 
@@ -113,89 +109,39 @@ def box_key(name: str, offsets: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offsets))}"
 
 
-def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Raises ValueError unless each element of `shape` is in exactly one of the boxes, given as (offsets, sizes)."""
-    volume = 0
-    for offsets, sizes in boxes:
-        if not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"{name} has {len(shape)} dims and a box at {list(offsets)} of sizes {list(sizes)}")
-        if any(offset + size > full for offset, size, full in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"the box at {list(offsets)} of sizes {list(sizes)} is not within {name} {list(shape)}")
-        volume += math.prod(sizes)
-    if volume != math.prod(shape) or (volume and any(0 in sizes for _, sizes in boxes)):
-        raise ValueError(f"the boxes of {name} do not make up its shape {list(shape)}")
-    if not shape or not volume:
-        if len(boxes) > 1:
-            raise ValueError(f"{name} {list(shape)} has {len(boxes)} boxes; it must have one")
-        return
-    dim = max(range(len(shape)), key=lambda d: shape[d])  # boxes are compared if they overlap along this one
-    active: list[tuple[int, int]] = []  # (the end of a box, its index in `ordered`)
-    ordered = sorted(boxes, key=lambda box: box[0][dim])
-    for place, (offsets, sizes) in enumerate(ordered):
-        del active[: bisect_right(active, (offsets[dim], len(ordered)))]
-        for _, other in active:
-            starts, lengths = ordered[other]
-            pairs = zip(offsets, sizes, starts, lengths, strict=True)
-            if all(a < c + d and c < a + b for a, b, c, d in pairs):
-                raise ValueError(f"two boxes of {name} overlap, at {list(starts)} and at {list(offsets)}")
-        insort(active, (offsets[dim] + sizes[dim], place))
-
-
 # --- one save at a time ---------------------------------------------------------------------------------------------
 
 
-class FolderLock:
-    """Prevents two saves into one folder: the kernel's lock on a file, which ends with the process that holds it.
+def lock_folder(folder: Path) -> int:
+    """Prevents two saves into one folder: a descriptor with the kernel's lock, which ends with the process.
 
     So the lock file of a process that died blocks no later save. On NFS the lock holds between hosts unless the mount
     has `nolock` or `local_lock`. On a filesystem without locks a warning is logged and the save continues.
+
+    Raises:
+        RuntimeError: another save holds it; says which.
     """
-
-    def __init__(self, folder: Path) -> None:
-        """Takes the lock.
-
-        Raises:
-            RuntimeError: another save holds it; says which.
-        """
-        self.path, self.handle = folder / LOCK, -1
-        while self.handle < 0:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with suppress(FileNotFoundError):  # otherwise its last owner has just removed the file
-                    if os.path.samestat(os.fstat(handle), os.lstat(self.path)):
-                        self.handle = handle
-            except BlockingIOError as error:
-                holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "an unknown process"
-                raise RuntimeError(
-                    f"another save into {folder} is under way, by {holder}: give each job a folder of its own. The "
-                    "ranks of one job must save together, with the group of all of them as `group`"
-                ) from error
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                _logger.warning(
-                    "the filesystem of %s has no locks (%s): make sure that no two jobs save into one folder",
-                    folder,
-                    error.strerror,
-                )
-                self.handle = handle
-            finally:
-                if self.handle != handle:
-                    os.close(handle)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        with suppress(OSError):  # for example a full disk; the lock holds without the name
-            os.ftruncate(self.handle, 0)
-            os.pwrite(self.handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-
-    def release(self) -> None:
-        if self.handle >= 0:
-            with suppress(OSError):
-                self.path.unlink()
-            with suppress(OSError):
-                fcntl.flock(self.handle, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor too
-            os.close(self.handle)
-            self.handle = -1
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "an unknown process"
+        os.close(handle)
+        raise RuntimeError(
+            f"another save into {folder} is under way, by {holder}: give each job a folder of its own. The "
+            "ranks of one job must save together, with the group of all of them as `group`"
+        ) from error
+    except OSError as error:
+        _logger.warning(
+            "the filesystem of %s has no locks (%s): make sure that no two jobs save into one folder",
+            folder,
+            error.strerror,
+        )
+    since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    with suppress(OSError):  # for example a full disk; the lock holds without the name
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+    return handle
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -210,11 +156,14 @@ class SafetensorsWriter(StorageWriter):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.save = ""
-        self.lock: FolderLock | None = None
+        self.lock: int | None = None  # the descriptor of the folder's lock
 
     def close(self) -> None:
         if self.lock is not None:
-            self.lock.release()
+            with suppress(OSError):
+                (self.folder / LOCK).unlink()
+            os.close(self.lock)
+            self.lock = None
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -228,7 +177,7 @@ class SafetensorsWriter(StorageWriter):
         except FileExistsError as error:
             raise NotADirectoryError(f"{self.folder} is a file: a checkpoint is a folder") from error
         if is_coordinator:
-            self.lock = FolderLock(self.folder)
+            self.lock = lock_folder(self.folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -359,33 +308,6 @@ class Index(NamedTuple):
     digest: str  # of the file: the same on every rank that reads the same checkpoint
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
-    return found
-
-
-def _require_type(value: Any, kind: type, what: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{what} is {reprlib.repr(value)}, which is not a {kind.__name__}")
-    return value
-
-
-def _field(value: Any, key: str, kind: type, what: str) -> Any:
-    if key not in _require_type(value, dict, what):
-        raise ValueError(f"{what} has no {key!r}")
-    return _require_type(value[key], kind, f"{key!r} of {what}")
-
-
-def _lengths(value: Any, key: str, what: str) -> torch.Size:
-    numbers = _field(value, key, list, what)
-    if any(type(number) is not int or not 0 <= number <= _LARGEST for number in numbers):
-        raise ValueError(f"{key!r} of {what} is {reprlib.repr(numbers)}: lengths are integers of at least 0")
-    return torch.Size(numbers)
-
-
 def read_index(folder: Path) -> Index:
     """What the checkpoint in a folder holds.
 
@@ -402,61 +324,32 @@ def read_index(folder: Path) -> Index:
         raise FileNotFoundError(f"{folder} {what}: there is no {INDEX} in it")
     try:
         data = path.read_bytes()
-        index = json.loads(data.decode(), object_pairs_hook=_unique_keys)
-        return _checked_index(index, hashlib.sha256(data).hexdigest())
-    except RecursionError:
-        raise ValueError(f"{path} cannot be read as a checkpoint's index: it is nested too deep") from None
-    except ValueError as error:
+        index = json.loads(data)
+        saved_as = index.get("format") if isinstance(index, dict) else None
+        if saved_as != FORMAT:
+            raise ValueError(f"its format is {reprlib.repr(saved_as)}, and this version reads {FORMAT!r}")
+        if _index_digest(index) != index.get("digest"):
+            raise ValueError("it is not what was saved: its content does not have its digest")
+        return _described(index, hashlib.sha256(data).hexdigest())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as a checkpoint's index: {error}") from error
 
 
-def _checked_index(index: Any, digest: str) -> Index:
-    found = _field(index, "format", str, "the index")
-    if found != FORMAT:
-        raise ValueError(f"its format is {reprlib.repr(found)}, and this version reads {FORMAT!r}")
-    if _index_digest(index) != index.get("digest"):
-        raise ValueError("it is not what was saved: its content does not have its digest")
-    save = _field(index, "save", str, "the index")
-    values = _field(index, "values", dict, "the index")
-    _field(values, "extra", dict, "values")
-    if _field(values, "optimizer", object, "values") is not None:
-        _require_type(values["optimizer"], dict, "the optimizer")
+def _described(index: dict[str, Any], digest: str) -> Index:
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
-    entries = _field(index, "tensors", dict, "the index")
-    for name, entry in entries.items():
-        shape, dtype = _lengths(entry, "shape", name), getattr(torch, _field(entry, "dtype", str, name), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"the dtype of {name} is {reprlib.repr(entry['dtype'])}, which is not a dtype of torch")
-        chunks = []
-        for box in _field(entry, "boxes", list, name):
-            offsets, sizes = _lengths(box, "offsets", f"a box of {name}"), _lengths(box, "sizes", f"a box of {name}")
-            places[MetadataIndex(name, offsets)] = _place(box, name, offsets, sizes, dtype, entries)
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
-        check_boxes(name, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
-    return Index(Metadata(tensors, storage_data=places), values, save, digest)
-
-
-def _place(
-    box: Any,
-    name: str,
-    offsets: torch.Size,
-    sizes: torch.Size,
-    dtype: torch.dtype,
-    entries: Mapping[str, Any],
-) -> Place:
-    what = f"a box of {name}"
-    file, key = _field(box, "file", str, what), _field(box, "key", str, what)
-    if not _DATA.fullmatch(file):
-        raise ValueError(f"{name} is in {reprlib.repr(file)}, which is not the name of a data file")
-    owner, at, _ = key.rpartition("@")
-    right = bool(at) and box_key(owner, offsets) == key
-    if right and owner != name:  # only one of several tied names is written, and the others have its boxes
-        right = owner.startswith("model.") and name.startswith("model.") and entries.get(owner) == entries[name]
-    if not right:
-        raise ValueError(f"the box at {list(offsets)} of {name} has the key {reprlib.repr(key)} of another box")
-    return Place(file, key, sizes, dtype, _field(box, "digest", str, what))
+    for name, entry in index["tensors"].items():
+        dtype, chunks = getattr(torch, entry["dtype"]), []
+        for box in entry["boxes"]:
+            if not _DATA.fullmatch(box["file"]):
+                raise ValueError(f"{name} is in {reprlib.repr(box['file'])}, which is not the name of a data file")
+            chunk = ChunkStorageMetadata(torch.Size(box["offsets"]), torch.Size(box["sizes"]))
+            places[MetadataIndex(name, chunk.offsets)] = Place(
+                box["file"], box["key"], chunk.sizes, dtype, box["digest"]
+            )
+            chunks.append(chunk)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["shape"]), chunks)
+    return Index(Metadata(tensors, storage_data=places), index["values"], index["save"], digest)
 
 
 class SafetensorsReader(StorageReader):

@@ -30,7 +30,7 @@ from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
 from ..core.pieces import pieces_of
 from ..core.torch_private import process_groups
-from ..layers.parameters import ShardedModule, ShardSpec, is_over_data, named_shard_specs
+from ..layers.parameters import ShardSpec, is_over_data, named_shard_specs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -186,8 +186,7 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
     """How each parameter of the model is sharded, by id(parameter); a layer that shards it decides, not a plain module.
 
     Raises:
-        ValueError: names a parameter that two layers shard in different ways, or whose sharding is not known because
-            torch's parametrizations, weight_norm or pruning have replaced it.
+        ValueError: names a parameter that two layers shard in different ways.
     """
     found: dict[int, tuple[str, ShardSpec]] = {}
     for name, parameter, spec in named_shard_specs(model):
@@ -199,21 +198,6 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
             found[id(parameter)] = name, replace(spec, padding=max(spec.padding, known.padding))
         elif spec.group.size > 1 or known.group.size > 1:
             raise ValueError(f"{first} and {name} are one parameter, and their layers shard it in different ways")
-    for prefix, module in model.named_modules():
-        if isinstance(module, ShardedModule):
-            for key in ("weight", "bias"):
-                if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
-                    spec = module.shard_spec(key)
-                    if spec.dim is not None and spec.group.size > 1:
-                        raise ValueError(
-                            f"{prefix}{'.' if prefix else ''}{key} is sharded, but not a parameter of its "
-                            f"{type(module).__name__}: torch.nn.utils (parametrize, prune) has replaced it by a tensor "
-                            "whose sharding is not known. Undo that first, or do not shard the layer"
-                        )
-    for name, parameter in model.named_parameters():
-        lost = getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "tp_group", None) is not None
-        if lost and id(parameter) in found and found[id(parameter)][1].dim is None:
-            raise ValueError(f"{name} is marked as sharded, but the layer that shards it is not in the model")
     return {key: spec for key, (_, spec) in found.items()}
 
 
@@ -234,7 +218,7 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     Raises:
         TypeError: the state dict has other values than plain tensors and DTensors of this library's layers,
             `replicate_` and fully_shard; or fully_shard has cut plain shards.
-        ValueError: see `tensor_specs` and `check_placements`; or the state dict lacks a sharded parameter.
+        ValueError: see `tensor_specs` and `check_placements`.
     """
     reshard(model)
     specs = tensor_specs(model)
@@ -253,14 +237,6 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
                 "fully_shard needs a DeviceMesh as tp_group"
             )
         check_dense(f"{name} in the model's state dict", value)
-    held = {id(value) for value in state.values()}
-    for name, parameter in model.named_parameters():
-        spec = specs[id(parameter)]
-        if id(parameter) not in held and spec.dim is not None and spec.group.size > 1:
-            raise ValueError(
-                f"the model's state dict has another tensor in place of {name}, which is sharded: remove the state "
-                "dict hook that replaces it, because the sharding of its result is not known"
-            )
     return {name: entry_of(tensor, specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
 
 
@@ -373,8 +349,6 @@ def check_match(
         entry, (shape, dtype) = entries[name], found[name]
         if entry.tensor.is_meta:
             problems.append(f"{name} is on the meta device: call model.to_empty(device=...) first")
-        elif any(n > 1 and step == 0 for n, step in zip(entry.tensor.shape, entry.tensor.stride(), strict=True)):
-            problems.append(f"{name} has elements that share memory in the model (expand?), so it cannot be written")
         elif entry.full_shape != shape or entry.tensor.dtype != dtype:
             problems.append(
                 f"{name} is {dtype} {tuple(shape)} in the {source} and {entry.tensor.dtype} {tuple(entry.full_shape)} "
@@ -400,7 +374,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
         cpu_offload: move each tensor to the CPU as soon as it is gathered.
 
     Raises:
-        ValueError: no tp_group of the layers contains all ranks; a parameter whose sharding is not known.
+        ValueError: no tp_group of the layers contains all ranks; two layers shard one parameter in different ways.
         TypeError: the state dict has other values than dense tensors.
         RuntimeError: on every rank, if the copies of a replicated parameter or buffer differ; names them.
     """

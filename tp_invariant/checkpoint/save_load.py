@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import reprlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ..comm.collectives import Group, ranks_of, resolve_group
+from ..comm.collectives import Group, resolve_group
 from ..comm.liveness import explain
 from ..comm.wire import gather_objects
 from ..consistency.differences import format_values, gather_differences
 from ..core.bits import leaves
 from ..core.torch_private import tree
-from ..functional.partial_gradients import partial_gradients_of
 from .full_optimizer_state import (
     TENSOR,
     check_optimizer,
@@ -40,7 +38,6 @@ from .full_optimizer_state import (
 from .full_state import (
     WHOLE,
     Entry,
-    check_dense,
     check_match,
     check_members,
     check_replicas,
@@ -55,7 +52,6 @@ if TYPE_CHECKING:
     from .files import Index, SafetensorsReader
 
 _TUPLE = "__tuple__"
-_DEPTH = 100  # of nested values
 
 
 def save(
@@ -79,9 +75,8 @@ def save(
             ranks, or call it on one replica.
 
     Raises:
-        ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter whose
-            sharding is not known; without `group`, no tp_group of the layers contains all ranks,
-            or a MicroBatchTree has experts of which the ranks of those groups hold only a part.
+        ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter that two
+            layers shard in different ways; without `group`, no tp_group of the layers contains all ranks.
         TypeError: `extra`, param_groups or the state dict has a value that a checkpoint cannot store.
         RuntimeError: on every rank: names a rank that failed; copies of replicated parameters, buffers or param_groups
             differ; another save into the folder is under way.
@@ -96,8 +91,7 @@ def save(
     ranks = model_group(model) if group is None else resolve_group(group)
 
     def describe() -> tuple[dict[str, Entry], dict[str, Entry], dict[str, str], Any]:
-        _check_one_writer(model, ranks)
-        safetensors = require_safetensors()
+        require_safetensors()
         entries, aliases = _once(model_entries(model))
         tensors = {f"model.{name}": entry for name, entry in entries.items()}
         values: dict[str, Any] = {"optimizer": None}
@@ -111,7 +105,6 @@ def save(
         own: dict[str, Entry] = {}
         values["extra"] = _pack(dict(extra or {}), "extra", own)
         check_members(tensors, ranks)
-        _check_storable(tensors | own, safetensors)
         json.dumps(values)  # before anything is written
         return tensors, own, {f"model.{name}": f"model.{target}" for name, target in aliases.items()}, values
 
@@ -126,18 +119,6 @@ def save(
         _run(dcp.save, ranks, what, storage_writer=writer, planner=planner)
     finally:
         writer.close()
-
-
-def _check_one_writer(model: nn.Module, group: Group) -> None:
-    """Raises ValueError where ranks outside of the group hold the same experts: they would write the same files."""
-    for name, parameter in model.named_parameters():
-        waiting = partial_gradients_of(parameter)
-        if waiting is not None and not waiting.dp_ranks.issubset(ranks_of(group)):
-            raise ValueError(
-                f"{name} is a parameter of experts that a MicroBatchTree sums over the data-parallel ranks "
-                f"{sorted(waiting.dp_ranks)}, and the group has the ranks {ranks_of(group)}: others hold the same "
-                "experts, and would write the same files. Give the group of all ranks as `group`"
-            )
 
 
 def load(
@@ -192,27 +173,19 @@ def load(
         parameters, specs = dict(model.named_parameters()), tensor_specs(model)
 
         def target(path: tuple, name: str) -> Entry:
-            if name not in saved:
-                raise ValueError(f"there is no tensor {name}")
             shape, dtype = saved[name]
             if path[:2] == ("optimizer", "state"):
                 parameter = parameters[path[2]]
                 return state_target(path[2], path[3], shape, dtype, parameter, specs[id(parameter)])
             return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
 
-        skipped: tuple[str, ...] = ("model.",)
         if optimizer is None:
-            values["optimizer"], skipped = None, ("model.", "optimizer.")
+            values["optimizer"] = None
         elif values["optimizer"] is None:
             raise ValueError(f"the checkpoint {folder} holds no optimizer: load without one")
         else:
             check_optimizer(model, optimizer, values["optimizer"], f"checkpoint {folder}")
-        try:
-            values = _unpack(values, target, tensors)
-            if lost := [name for name in saved if name not in tensors and not name.startswith(skipped)]:
-                raise ValueError(f"it holds tensors that its values do not refer to: {', '.join(sorted(lost)[:5])}")
-        except ValueError as error:
-            raise ValueError(f"{folder / INDEX}: {error}") from None
+        values = _unpack(values, target, tensors)  # which adds to `tensors`
         return reader, tensors, values
 
     reader, tensors, values = run_on_all_ranks(ranks, what, describe)
@@ -254,22 +227,6 @@ def _contents(index: Index, name: str) -> list[tuple]:
     )
 
 
-def _check_storable(tensors: Mapping[str, Entry], safetensors: Any) -> None:
-    """Raises ValueError for a tensor without values and TypeError for one that safetensors cannot store."""
-    known: set[torch.dtype] = set()
-    for name, entry in tensors.items():
-        tensor = entry.tensor
-        if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device: it has no values to save")
-        check_dense(name, tensor)
-        if tensor.dtype not in known:
-            try:
-                safetensors.torch.save({"tensor": torch.empty(0, dtype=tensor.dtype)})
-            except Exception as error:
-                raise TypeError(f"{name} is {tensor.dtype}, which safetensors does not store") from error
-            known.add(tensor.dtype)
-
-
 def _check_alike(what: str, values: Any, ranks: Group) -> None:
     """Raises RuntimeError, the same on every rank, where the ranks' values differ; names the first and each one's."""
     own = {name: repr(leaf) for name, leaf in leaves(values)}
@@ -292,10 +249,8 @@ def _once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str
     return {name: entry for name, entry in entries.items() if name not in aliases}, aliases
 
 
-def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> Any:
+def _pack(value: Any, name: str, tensors: dict[str, Entry]) -> Any:
     """`value` for JSON: marks replace the tensors, which go to `tensors` under names made from their paths."""
-    if depth > _DEPTH:
-        raise ValueError(f"{name.partition('.')[0]} is nested too deep, or holds itself: {_DEPTH} levels are allowed")
     if isinstance(value, Tensor):
         value = Entry(value, WHOLE)
     if isinstance(value, Entry):
@@ -306,10 +261,10 @@ def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> A
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        packed = [_pack(item, f"{name}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
+        packed = [_pack(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
         return packed if isinstance(value, list) else {_TUPLE: packed}
     if isinstance(value, Mapping) and all(isinstance(key, str) and key not in (TENSOR, _TUPLE) for key in value):
-        return {key: _pack(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
+        return {key: _pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
     raise TypeError(
         f"{name} is a {type(value).__name__}: a checkpoint takes dicts with string keys, lists, tuples, numbers, "
         "strings, None and tensors"
@@ -317,23 +272,15 @@ def _pack(value: Any, name: str, tensors: dict[str, Entry], depth: int = 0) -> A
 
 
 def _unpack(value: Any, target: Callable[[tuple, str], Entry], tensors: dict[str, Entry], path: tuple = ()) -> Any:
-    """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which is also added to `tensors`.
-
-    Raises:
-        ValueError: values nested too deep; a mark of another form, or one that names another place's tensor.
-    """
-    if len(path) > _DEPTH + 1:
-        raise ValueError(f"its values are nested too deep: {_DEPTH} levels are allowed")
+    """The inverse of `_pack`, with the Entry target(path, name) for each tensor, which is also added to `tensors`."""
     if isinstance(value, list):
         return [_unpack(item, target, tensors, (*path, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    name = ".".join(map(str, path))
-    if value == {TENSOR: name}:
+    if TENSOR in value:
+        name = value[TENSOR]
         tensors[name] = target(path, name)
         return tensors[name]
-    if value.keys() == {_TUPLE} and isinstance(value[_TUPLE], list):
+    if _TUPLE in value:
         return tuple(_unpack(value[_TUPLE], target, tensors, path))
-    if TENSOR in value or _TUPLE in value:
-        raise ValueError(f"{name} is {reprlib.repr(value)}, which marks neither a tuple nor its own tensor")
     return {key: _unpack(item, target, tensors, (*path, key)) for key, item in value.items()}

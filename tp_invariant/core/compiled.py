@@ -11,8 +11,8 @@ The order of collectives. Inductor orders independent kernels by memory use and 
 differently, they would hang or mix up data. Ops of a group of several ranks (`name_ranks`) are therefore registered
 with torch's ordered effect: each op passes a token to the next one, through forward and through backward, so that
 every rank runs them in program order. The disadvantage: torch does not recompute such ops in a graph, so
-torch.utils.checkpoint inside a compiled region is an error at compile time (compile the function that is passed to it
-instead), as are other settings of torch.compile (`_refuse_settings`). At TP=1 there is no token.
+torch.utils.checkpoint inside a compiled region is an error of torch's (compile the function that is passed to it
+instead), as is compiled autograd. At TP=1 there is no token.
 
 CUDA graphs. Where torch is about to make them of what it traces (mode="reduce-overhead"), the text of an op of several
 ranks says so, and the op runs as torch_graphs.py describes.
@@ -31,13 +31,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import traceback
 from torch.fx.node import has_side_effect
 
 from . import torch_private
 from .dtensors import as_local, is_dtensor, with_dtensors
 from .graph_breaks import outside_of_graphs
-from .mode import is_call_check_enabled
 from .torch_graphs import torch_graph
 
 _library = torch.library.Library("tp_invariant", "FRAGMENT")  # its ops live as long as this does
@@ -191,38 +189,18 @@ def _literals(text: str) -> tuple:
     return ast.literal_eval(text.removeprefix(_IN_GRAPH))
 
 
-def _once_for_each_group(read: Callable[[str, Any], Any]) -> Callable[[str], Any]:
-    """read(text, the group that the text names), which is called again where another group has this name by now."""
-    known: dict[str, tuple[str, Any, Any]] = {}
-
-    def look_up(text: str) -> Any:
-        name, group, result = known.get(text, _UNKNOWN)
-        if group is not None and (not name or group_by_name(name) is group):
-            return result
-        name = _literals(text)[0]
-        group = group_by_name(name)
-        if len(known) >= 4096:
-            known.clear()
-        result = read(text, group)
-        known[text] = name, group, result
-        return result
-
-    return look_up
+def _group_of(text: str) -> Any:
+    return group_by_name(_literals(text)[0])
 
 
-_UNKNOWN = ("", None, None)
-
-
-@_once_for_each_group
-def _read(text: str, group: Any) -> tuple[tuple, bool]:
-    """The configs of a text, and whether sizes are among them."""
-    configs = tuple([_decode(value, group) for value in _literals(text)[1:]])
-    return configs, _SIZES in configs
+@lru_cache(maxsize=4096)
+def _read(text: str, group: Any) -> list:
+    """The configs of a text; group: the one that it names, which may be another than of an earlier program."""
+    return [_decode(value, group) for value in _literals(text)[1:]]
 
 
 def _configs(text: str, sizes: Sequence[int]) -> tuple:
-    configs, with_sizes = _read(text)
-    return tuple([list(sizes) if value == _SIZES else value for value in configs]) if with_sizes else configs
+    return tuple([list(sizes) if value == _SIZES else value for value in _read(text, _group_of(text))])
 
 
 class _Adjoint(NamedTuple):
@@ -237,7 +215,7 @@ class _Adjoint(NamedTuple):
     noted: Any
 
 
-@_once_for_each_group
+@lru_cache(maxsize=4096)
 def _read_adjoint(text: str, group: Any) -> _Adjoint:
     _, values, needs, dims, names, noted = _literals(text)
     configs = tuple([_decode(value, group) for value in values])
@@ -255,8 +233,6 @@ def as_runtime_op(function: Callable[..., None], *, name: str, arguments: str) -
     C++ loops and emits them before the next op that has a device. It would emit an op without a device at once, before
     the loops that precede it, together with the `del` of buffers that these loops have not read yet.
     """
-    if not arguments.startswith("Tensor "):
-        raise ValueError(f"tp_invariant::{name}({arguments}) must take a tensor first, which says where it runs")
     op = define(name, f"({arguments}) -> ()", function, lambda *args: None, ordered=True)
 
     def call(*args: Any) -> None:
@@ -266,33 +242,6 @@ def as_runtime_op(function: Callable[..., None], *, name: str, arguments: str) -
 
 
 # --- ops ------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_settings(name: str, group: str) -> None:
-    """Raises where torch.compile would make of an op of several ranks what is wrong; group: the name of its group.
-
-    Around an op that is to be recomputed, and under compiled autograd, torch saves the token of its order for backward,
-    where it can save tensors alone. A replay of a CUDA graph compares no calls.
-    """
-    dynamo = sys.modules.get(torch_private.DYNAMO_CONFIG)
-    if not group or dynamo is None:
-        return
-    if is_call_check_enabled() and _makes_cuda_graphs():
-        problem = (
-            "with TP_INVARIANT_CHECK=1, which compares every call, in CUDA graphs that torch.compile makes "
-            "(mode='reduce-overhead' or another setting with triton.cudagraphs=True); allowed: TP_INVARIANT_CHECK "
-            "unset, or mode='default' or 'max-autotune-no-cudagraphs'"
-        )
-    elif traceback.current_meta.get("recompute") is not None:
-        problem = (
-            "in a torch.utils.checkpoint inside a compiled region; allowed: compile the function that is given to "
-            "checkpoint, or the layer, and call checkpoint outside of what is compiled"
-        )
-    elif dynamo.compiled_autograd:
-        problem = "under compiled_autograd=True; allowed: False, and backward outside"
-    else:
-        return
-    raise ValueError(f"tp_invariant::{name} moves bytes between ranks and cannot be {problem}")
 
 
 _ANYWHERE = nullcontext()
@@ -467,13 +416,12 @@ def as_custom_op(
 
     def run_fake(*args: Any) -> Any:
         *inputs, sizes, text = args
-        _refuse_settings(name, _literals(text)[0])
         made_up = outputs(*inputs, *_configs(text, sizes))
         results = [inputs[0].new_empty(_NONE_SHAPE) if t is None else t for t in made_up]
         return results if made else results[0]
 
     def run_backward(grad: Tensor, saved_tensors: tuple[Tensor | None, ...], text: str) -> list[Tensor]:
-        configs, needs, needs_of_all, _, dtypes, noted = _read_adjoint(text)
+        configs, needs, needs_of_all, _, dtypes, noted = _read_adjoint(text, _group_of(text))
         ctx = _Context()
         ctx.saved_tensors, ctx.needs_input_grad, ctx.noted = saved_tensors, needs_of_all, noted
         restore(ctx, dtypes, *configs)
@@ -483,7 +431,7 @@ def as_custom_op(
 
     def run_backward_fake(grad: Tensor, *args: Any) -> list[Tensor]:
         *saved_tensors, sizes, text = args
-        _, needs, _, dims, dtypes, _ = _read_adjoint(text)
+        _, needs, _, dims, dtypes, _ = _read_adjoint(text, _group_of(text))
         left, shapes = list(sizes), {}
         for i in not_saved:
             shapes[i], left = left[: dims[i]], left[dims[i] :]

@@ -6,7 +6,6 @@ experts, and what runs inside `batch_invariant()` are computed in whole vectors.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels.elementwise import in_whole_vectors
 from .mode import is_tp_invariant_mode_enabled
-from .torch_private import DisableTorchFunction, schema_of
+from .torch_private import DisableTorchFunction, function_modes, schema_of
 
 
 class PositionInvariantActivation(nn.Module):
@@ -35,34 +34,18 @@ class PositionInvariantActivation(nn.Module):
 # --- functions that a model's own code calls ------------------------------------------------------------------------
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.modes: list[AroundLayers] = []
-
-
-_of_thread = _OfThread()
-
-
 class AroundLayers(TorchFunctionMode):
     """A mode that replaces functions which a model's code calls, and none that this library's layers call."""
-
-    def __enter__(self) -> Any:
-        _of_thread.modes.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        _of_thread.modes.remove(self)
-        super().__exit__(*raised)
 
 
 def is_inside(kind: type[AroundLayers]) -> bool:
     """Whether this thread is inside a mode of this kind."""
-    return any(type(mode) is kind for mode in _of_thread.modes)
+    return any(type(mode) is kind for mode in function_modes())
 
 
 def inside_a_layer() -> AbstractContextManager[Any]:
     """Around what a layer computes: inside of an `AroundLayers` no mode sees it, as each function would cost 1 us."""
-    if torch.compiler.is_compiling() or not _of_thread.modes:
+    if torch.compiler.is_compiling() or not any(isinstance(mode, AroundLayers) for mode in function_modes()):
         return nullcontext()
     return DisableTorchFunction()
 
@@ -158,12 +141,12 @@ def position_invariant(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor
     tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
     if name in ("aten::glu", "aten::glu_backward"):
         return _glu(func, *args, **kwargs)
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    if (
-        any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors)
-        or (name in _WITH_ALPHA and (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1)
-        or not shape.numel()
+    if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors) or (
+        name in _WITH_ALPHA and (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1
     ):
+        return func(*args, **kwargs)
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    if not shape.numel():
         return func(*args, **kwargs)
     # A 0-dim tensor among others stays as it is, because type promotion depends on that.
     cut = [t for t in tensors if t.dim() or not shape]

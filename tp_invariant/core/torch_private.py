@@ -107,11 +107,6 @@ TABLE = (
         "documented as the place of torch.compile's options, in a private module; by name, as its import is slow",
     ),
     PrivateName(
-        "DYNAMO_CONFIG",
-        "torch._dynamo.config",
-        "as _inductor.config; whether compiled autograd is on, which is refused",
-    ),
-    PrivateName(
         "mark_constant",
         "torch.compiler.assume_constant_result._dynamo_marked_constant",
         "what that function sets; itself it imports the compiler, which `import tp_invariant` must not",
@@ -199,8 +194,6 @@ TABLE = (
         "whether a module has hooks, which can only be registered by public names",
     ),
     PrivateName("forward_pre_hooks_of", "torch.nn.Module._forward_pre_hooks", "as _forward_hooks"),
-    PrivateName("backward_hooks_of", "torch.nn.Module._backward_hooks", "as _forward_hooks"),
-    PrivateName("backward_pre_hooks_of", "torch.nn.Module._backward_pre_hooks", "as _forward_hooks"),
     PrivateName("gradient_hooks_of", "torch.Tensor._backward_hooks", "whether a tensor has hooks"),
     PrivateName(
         "accumulation_hooks_of", "torch.Tensor._post_accumulate_grad_hooks", "whether a parameter has such hooks"
@@ -283,7 +276,6 @@ def function_of(node: Any) -> Any:
 
 # --- torch.compile ---------------------------------------------------------------------------------------------------
 
-DYNAMO_CONFIG = "torch._dynamo.config"
 TracingContext = _guards.TracingContext
 
 
@@ -390,14 +382,6 @@ def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
 
 def forward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
     return module._forward_pre_hooks
-
-
-def backward_hooks_of(module: nn.Module) -> dict[int, Any]:
-    return module._backward_hooks
-
-
-def backward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
-    return module._backward_pre_hooks
 
 
 def gradient_hooks_of(x: Tensor) -> dict[int, Any] | None:

@@ -27,7 +27,6 @@ All of this works with the mode on or off; the stock path is not to install it.
 # no `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves
 
 import functools
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -35,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, ranks_of
 from ..comm.wire import gather_objects
@@ -274,8 +272,7 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
 
     Every module that fully_shard was called on gets a FixedOrderReduceScatter, a divide factor of 1, and sums alone:
     gradients are sums over ranks, not FSDP's means, divided by `tokens` where given. A later fully_shard of the model
-    or a module in it would bring FSDP's own reduction back for that one: the model's next forward raises a RuntimeError
-    that names it. Calling this again takes it in.
+    or a module in it brings FSDP's own reduction back for that one: call this again after it.
 
     Of a model whose parameters are DTensors over tensor parallel ranks, fully_shard's own mesh dim alone counts.
 
@@ -311,22 +308,3 @@ def fix_reduction_order(model: nn.Module, tokens: TokenCount | None = None) -> N
         module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    if model in _guards:
-        _guards.pop(model).remove()
-    _guards[model] = model.register_forward_pre_hook(
-        functools.partial(_refuse_later_modules, frozenset(modules), FSDPModule)
-    )
-
-
-_guards: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-
-
-def _refuse_later_modules(fixed: frozenset[nn.Module], kind: type, model: nn.Module, args: tuple) -> None:
-    late = [name for name, module in model.named_modules() if isinstance(module, kind) and module not in fixed]
-    if late:
-        more = f" and {len(late) - 5} more" if len(late) > 5 else ""
-        raise RuntimeError(
-            f"fully_shard was called on {', '.join(name or 'the model itself' for name in late[:5])}{more} after "
-            f"fix_reduction_order on this {type(model).__name__}: FSDP would sum these gradients in its own order. "
-            "Call fix_reduction_order again, after the last fully_shard"
-        )

@@ -46,7 +46,6 @@ class Setting:
     accepted   other values that are as good, and are not replaced
     started    the library that reads the variable once, when it starts ("CUDA", "NCCL"); None: it is read at every use
     get, put   read and write it; without them `name` is a variable or the path of an attribute
-    save       returns a function that restores the current state; without it, what was read is written
     """
 
     name: str
@@ -59,7 +58,6 @@ class Setting:
     started: str | None = None
     get: Callable[[], Any] | None = None
     put: Callable[[Any], None] | None = None
-    save: Callable[[], Callable[[], None]] | None = None
 
     @property
     def where(self) -> str:
@@ -93,17 +91,6 @@ class Setting:
             return torch.cuda.is_initialized()
         return self.started == "NCCL" and dist.is_initialized() and "nccl" in dist.get_backend_config()
 
-    def restorer(self) -> Callable[[], None]:
-        if self.save:
-            return self.save()
-        before = self.read()
-
-        def restore() -> None:
-            if not self.too_late():  # the library keeps what it has read, so the variable stays true
-                self.write(before)
-
-        return restore
-
 
 def _split_k(dtype: str) -> tuple[Setting, Setting]:
     """allow_*_reduced_precision_reduction and its second flag, for split-K: one attribute in torch, two rows here."""
@@ -123,43 +110,6 @@ def _split_k(dtype: str) -> tuple[Setting, Setting]:
     )  # fmt: skip
 
 
-def _tf32(
-    name: str, read: Callable[[], Any], write: Callable[[Any], None], exact: Any, default: Any, *modules: Any
-) -> Setting:
-    """An older switch of torch's, which sets the fp32_precision of modules; a user may have set either.
-
-    torch refuses to read the switch where an fp32_precision contradicts it: the value is then "as fp32_precision says".
-    """
-    mixed = "as fp32_precision says"
-
-    def get() -> Any:
-        try:
-            return read()
-        except RuntimeError:
-            return mixed
-
-    def put(value: Any) -> None:
-        write(value)
-        for module in modules if value == exact else ():
-            if module.fp32_precision not in ("ieee", "none"):  # inherited from what the user has set above it
-                module.fp32_precision = "ieee"
-
-    def save() -> Callable[[], None]:
-        switch, precisions = get(), [module.fp32_precision for module in modules]
-
-        def restore() -> None:
-            write(default if switch == mixed else switch)
-            for module, precision in zip(modules, precisions, strict=True):
-                if module.fp32_precision != precision:
-                    module.fp32_precision = precision
-
-        return restore
-
-    return Setting(
-        name, exact, _TF32, _SLOW_FP32, ("repeat", "vllm"), default, get=get, put=put, save=save,
-    )  # fmt: skip
-
-
 _TF32, _SLOW_FP32 = (
     "a library may round the operands of fp32 products to TF32, 10 bits",
     "fp32 products several times slower",
@@ -172,7 +122,7 @@ _AS_VLLM = "vLLM sets it; without it your sums may have another order than vLLM'
 _CHANNELS = "NCCL cuts a message into channels by size, each with an order of its own", "a fraction of the link's speed"
 _WIRE: dict[str, Any] = dict(profiles=("wire", "vllm"), started="NCCL")
 _VLLM: dict[str, Any] = dict(profiles=("vllm",), started="NCCL")
-_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
+_cuda = torch.backends.cuda
 
 DETERMINISTIC_ALGORITHMS = Setting(
     "torch.use_deterministic_algorithms", (True, False),
@@ -192,14 +142,12 @@ SETTINGS: tuple[Setting, ...] = (
         "some 24 MiB of GPU memory", ("repeat", "vllm"), accepted=(":16:8",), started="CUDA",
     ),
     Setting("NVIDIA_TF32_OVERRIDE", "0", _TF32, _SLOW_FP32, started="CUDA"),
-    _tf32(
-        "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision,
-        "highest", "highest", _cuda.matmul, torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+    # torch raises where a user has set another fp32_precision besides: it is an error here, too
+    Setting(
+        "torch.set_float32_matmul_precision", "highest", _TF32, _SLOW_FP32, ("repeat", "vllm"), "highest",
+        get=torch.get_float32_matmul_precision, put=torch.set_float32_matmul_precision,
     ),
-    _tf32(
-        "torch.backends.cudnn.allow_tf32", lambda: _cudnn.allow_tf32, lambda new: setattr(_cudnn, "allow_tf32", new),
-        False, True, _cudnn.conv, _cudnn.rnn,  # type: ignore[attr-defined]
-    ),
+    Setting("torch.backends.cudnn.allow_tf32", False, _TF32, _SLOW_FP32, ("repeat", "vllm"), True),
     Setting(
         "torch.backends.cudnn.deterministic", True,
         "cuDNN's fast convolution gradients add in the order in which threads arrive", "slower convolutions",
@@ -333,7 +281,7 @@ def _apply(settings: Sequence[Setting], override: bool) -> contextlib.ExitStack:
     try:
         for setting in settings:
             undo.callback(_written.__setitem__, setting.name, _written.get(setting.name))
-            undo.callback(setting.restorer())
+            undo.callback(_restore, setting, setting.read())
             if not setting.holds():
                 setting.write(setting.value)
                 _written[setting.name] = setting.value
@@ -341,6 +289,11 @@ def _apply(settings: Sequence[Setting], override: bool) -> contextlib.ExitStack:
         undo.close()
         raise
     return undo
+
+
+def _restore(setting: Setting, before: Any) -> None:
+    if not setting.too_late():  # the library keeps what it has read, so the variable stays true
+        setting.write(before)
 
 
 def _check_seed(seed: int) -> None:

@@ -1,8 +1,7 @@
 """What this machine has, and which of the library's claims hold on it, by short checks that really run.
 
-tp-invariant doctor                     tables for people; --json for machines
-tp-invariant doctor --all               on a machine without GPUs also the settings that matter on GPUs alone
-tp-invariant doctor --layer 8192,2048   also what owner_map="auto" picks for a layer of yours
+tp-invariant doctor            tables for people
+tp-invariant doctor --json     for machines
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from ..functional.attention_choice import safe_attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..functional.norm import Norm, NormCall
 from ..gemm.gemm_fn import BUNDLED_DTYPES, bundled_gemm_fn
-from ..gemm.owner_maps import explain_choice
 from ..kernels.dtypes import HALF_DTYPES
 from ..testing.checks import assert_slice_invariant, wide_randn
 from ..version import __version__
@@ -41,29 +39,17 @@ from . import fingerprint, onednn
 
 _PACKAGES = ("torch", "triton", "einops", "transformers", "safetensors", "cloudpickle", "rich")
 
-# K, N of the products of Qwen3-8B whose K is sharded: row-parallel layers, and dgrads of column-parallel ones
-_QWEN3_8B = (
-    ("attention output", 4096, 4096),
-    ("MLP down", 12288, 4096),
-    ("qkv, dgrad", 6144, 4096),
-    ("MLP gate and up, dgrad", 24576, 4096),
-)
-
 # --- facts, as JSON values ------------------------------------------------------------------------------------------
 
 
-def collect(layers: Sequence[tuple[int, int]] = (), *, tokens: int = 8192) -> dict[str, Any]:
+def collect() -> dict[str, Any]:
     """All facts and claims, as JSON values. Starts CUDA if there is a GPU."""
-    own = [(f"yours, {k} to {n}", k, n) for k, n in layers]
     facts = {
         "versions": _versions(),
         "devices": _devices(),
         "gate": _gate(),
         "settings": [dataclasses.asdict(row) for row in determinism.report()],
         "gemm": _gemm_kernel(),
-        "owner maps": [
-            _owner_map(name, k, n, degree, tokens) for name, k, n in [*_QWEN3_8B, *own] for degree in (2, 4, 8)
-        ],
     }
     return facts | {"claims": [dataclasses.asdict(claim) for claim in claims(facts)]}
 
@@ -136,13 +122,6 @@ def _gemm_kernel() -> dict[str, Any]:
         "kernel": "Triton with TMA (Hopper)" if on_tma else "Triton, generic",
         "tiles measured here": on_tma and count == MEASURED_MULTIPROCESSORS,
     }
-
-
-def _owner_map(name: str, k: int, n: int, degree: int, tokens: int) -> dict[str, Any]:
-    """What owner_map="auto" picks for a product of `tokens` rows whose K is sharded, and why."""
-    why = explain_choice(tokens, n, k, degree, scatter_rows=True)  # ends with `auto: ` and the map
-    row = {"layer": name, "K": k, "N": n, "tokens": tokens, "TP": degree}
-    return row | {"auto": why.rsplit("auto: ", 1)[1].strip(), "why": why}
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------
@@ -331,7 +310,6 @@ _SLICES: dict[str, Callable[[str], str]] = {
 # --- printing -------------------------------------------------------------------------------------------------------
 
 Rows = list[tuple[str, ...]]
-_SETTINGS = "Settings for code around the layers, which do not need them (tpi.determinism)"
 
 
 def _shown(value: Any) -> str:
@@ -340,27 +318,16 @@ def _shown(value: Any) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
-def tables(facts: dict[str, Any], everything: bool) -> list[tuple[str, Rows]]:
-    """(title, heading and rows) of every table; everything: also rows that have no effect on this machine."""
+def tables(facts: dict[str, Any]) -> list[tuple[str, Rows]]:
+    """(title, heading and rows) of every table."""
     devices: Rows = [("device", "what it is")]
-    for found in facts["devices"]:
-        others = (f"{name} {_shown(value)}" for name, value in found.items() if name not in ("device", "name"))
-        devices.append((found["device"], ", ".join([found["name"], *others])))
-    settings: Rows = [("not set", "profiles", "now", "wanted", "without it")]
-    for row in facts["settings"] if everything or len(facts["devices"]) > 1 else ():
-        if not row["is_set"]:
-            values = (", ".join(row["profiles"]), _shown(row["current"]), _shown(row["wanted"]), row["meaning"])
-            settings.append((row["name"], *values))
-    owner_maps: Rows = [("layer", "K", "N", "TP", "auto", "estimates (all terms: --json)")]
-    for row in facts["owner maps"]:
-        estimates = ", ".join(line.partition("=")[0].strip() for line in row["why"].splitlines()[1:-1])
-        owner_maps.append((row["layer"], *(str(row[name]) for name in ("K", "N", "TP", "auto")), estimates))
+    for device in facts["devices"]:
+        others = (f"{name} {_shown(value)}" for name, value in device.items() if name not in ("device", "name"))
+        devices.append((device["device"], ", ".join([device["name"], *others])))
     return [
         ("Versions", [("what", "version"), *((name, _shown(value)) for name, value in facts["versions"].items())]),
         ("Devices", devices),
         ("Gate", [("gate", "value"), *((name, _shown(value)) for name, value in facts["gate"].items())]),
-        (_SETTINGS, settings if len(settings) > 1 else [("they matter on GPUs; --all lists them.",)]),
-        (f"Owner maps that auto picks: {facts['owner maps'][0]['tokens']} tokens, sequence-parallel", owner_maps),
         ("Claims", [("claim", "status", "detail", "next step"), *(tuple(c.values()) for c in facts["claims"])]),
     ]
 
@@ -381,19 +348,6 @@ def verdict(statuses: Sequence[str]) -> str:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def _layer(text: str) -> tuple[int, int]:
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) != 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of positive whole numbers K,N, as in 8192,2048")
-    return int(parts[0]), int(parts[1])
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def main(argv: Sequence[str]) -> int:
     """The `doctor` command. Exit status 0 if every claim that was checked holds, 1 if one does not; 2: bad usage."""
     parser = argparse.ArgumentParser(
@@ -402,23 +356,14 @@ def main(argv: Sequence[str]) -> int:
         epilog="Exit status: 0 if all that was checked holds, 1 if something does not, 2 for a wrong option.",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--all", action="store_true", help="without GPUs: also the settings of cuBLAS, cuDNN and NCCL")
-    parser.add_argument(
-        "--layer",
-        type=_layer,
-        action="append",
-        default=[],
-        metavar="K,N",
-        help="also pick the owner map of a layer with K summed features, sharded, and N others; may be repeated",
-    )
-    parser.add_argument("--tokens", type=_positive, default=8192, metavar="T", help="tokens of them (default: 8192)")
     options = parser.parse_args(list(argv))
-    facts = collect(options.layer, tokens=options.tokens)
+    facts = collect()
     statuses = [claim["status"] for claim in facts["claims"]]
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
-        for title, rows in tables(facts, options.all):
+        for title, rows in tables(facts):
             print_table(title, rows)
+        print("\nSettings for code around the layers: print(tp_invariant.determinism.report())")
         print(f"\n{verdict(statuses)}")
     return 1 if FAILS in statuses else 0

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.dtensors import is_dtensor, local_of, placed_like
-from ..core.torch_private import dispatch_modes, function_modes, version_of
+from ..core.torch_private import function_modes, version_of
 from ..gemm.weights import weight_cache
 from .arguments import Call, fill, flatten, reached_leaves
 from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks, records_of_groups
-from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed_condition, conditions, cpu_randomness
+from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed_condition, conditions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -78,8 +78,8 @@ def graph_layers(
     the mode and autocast of training (autocast with cache_enabled=False), and the layers on one stream. Later calls
     need the shapes of these; `forward` may be several functions, one for each shape. In eval(), and while another graph
     is captured, a layer runs as it was. Python inside a layer no longer runs: what is set later does not reach it (a
-    layer's gemm_fn or owner_map, the default gemm_fn, hooks on modules inside it), and numbers that it draws from a CPU
-    generator of its own repeat. Where a tensor or parameter is used by several layers, or in a layer and outside, its
+    layer's gemm_fn or owner_map, the default gemm_fn, hooks on modules inside it), and numbers that it draws on the CPU
+    (LayerDrop) repeat. Where a tensor or parameter is used by several layers, or in a layer and outside, its
     gradient is summed layer by layer first: the same at every degree, but it may differ from the uncaptured layers'.
 
     Args:
@@ -144,7 +144,6 @@ def graph_layers(
             )
             check_same({f"the tensors that {call.name} gets": call.call.facts() for call in recorded}, groups)
             steps = [_Step(call, allow_unused_input) for call in recorded]
-            drawn = cpu_randomness()
             with _ahead_in_graphs(), _parameter_replacements(layers) as (parameters, places):
                 for step, own in zip(steps, places, strict=True):
                     step.places = own
@@ -158,8 +157,6 @@ def graph_layers(
                 )
             problems = [step.written(before) for step, before in zip(steps, versions, strict=True)]
             problems += reassigned()
-            if drawn != cpu_randomness():
-                problems.append("a layer draws random numbers on the CPU (LayerDrop?), which a graph would repeat")
             raise_on_all_ranks("; ".join(filter(None, problems)), groups, "graph_layers cannot capture")
             captured.append(
                 [
@@ -206,8 +203,6 @@ class _Recorded:
         problems += [f"it gets a tensor on {x.device}" for x in self.call.tensors if not on_gpu(x)]
         if not torch.is_grad_enabled():
             problems.append("gradients are off")
-        if dispatch_modes():
-            problems.append("it runs under a TorchDispatchMode, which sees no replay")
         self.problem = "; ".join(f"{name}: {text}" for text in problems if text)
 
 

@@ -16,12 +16,6 @@ from ..comm.wire import gather_objects
 from ..consistency.differences import format_ranks, gather_differences
 from ..core.dtensors import is_dtensor, local_of
 from ..core.fsdp import resharded_whole
-from ..core.torch_private import (
-    backward_hooks_of,
-    backward_pre_hooks_of,
-    forward_hooks_of,
-    forward_pre_hooks_of,
-)
 from ..layers.experts import Experts
 from .graphed_call import GraphedForward
 
@@ -49,12 +43,6 @@ def problem_with(layer: nn.Module, name: str) -> str:
             )
         if getattr(module, "fuse_wgrad_accumulation", False):
             return f"{key or name} has fuse_wgrad_accumulation=True: a graph cannot see when main_grad changes"
-        hooks = [*backward_hooks_of(module).values(), *backward_pre_hooks_of(module).values()]
-        if module is not layer:  # those of the layer itself stand outside its graph
-            hooks += [*forward_hooks_of(module).values(), *forward_pre_hooks_of(module).values()]
-        foreign = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("tp_invariant.")]
-        if foreign:
-            return f"{key or name} in {name} has the hook {foreign[0]}, which a replay would not call: remove it"
     return ""
 
 

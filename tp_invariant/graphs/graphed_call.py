@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
-import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -46,13 +44,6 @@ def conditions() -> dict[str, Any]:
 
 def changed_condition(now: dict[str, Any], then: dict[str, Any]) -> str:
     return next((f"{name} is {now[name]}, and was {then[name]}" for name in then if now[name] != then[name]), "")
-
-
-def cpu_randomness() -> tuple:
-    """The state of the generators whose numbers a graph would repeat."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else str(numpy.random.get_state(legacy=False))
-    return torch.get_rng_state().tolist(), random.getstate(), of_numpy
 
 
 class ActivationOwnership:

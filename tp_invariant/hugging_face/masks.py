@@ -107,7 +107,8 @@ for _name in ["getitem", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"]:
 
 def _made_by(maker: Callable | None, function: Any) -> dict[str, Any] | None:
     """The variables in the closure of `function`, if `maker` defines it; else None."""
-    if maker is None or getattr(function, "__code__", None) not in maker.__code__.co_consts:
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if maker is None or module != maker.__module__ or not name.startswith(f"{maker.__qualname__}.<locals>."):
         return None
     return dict(inspect.getclosurevars(function).nonlocals)
 

@@ -64,9 +64,9 @@ class Accelerator(accelerate.Accelerator):
 
     A step is that of one process: `num_processes` is 1, and `is_main_process` is accelerate's: rank 0 alone logs.
     `gather` and `reduce` are over the data parallel ranks, in their order, and take each value once, whatever the
-    tensor parallel degree; in a loop over a loader that is not shared they return what they get, and after it they are
-    refused. Seed what shuffles alike on every rank: ranks compare the first batch of each model, and the first step of
-    each loop over a shared loader.
+    tensor parallel degree; in a loop over a loader that is not shared they return what they get. Seed what shuffles
+    alike on every rank: ranks compare the first batch of each model, and the first step of each loop over a shared
+    loader.
 
     Args:
         dp_group: a ProcessGroup or 1-D DeviceMesh of the ranks that hold the same shards, or parts of them by
@@ -90,7 +90,6 @@ class Accelerator(accelerate.Accelerator):
     _dp = dp_ranks(None)
     _own_loop = False
     _cuts_iterable = True  # whether accelerate would know the size of an iterable dataset's last batch
-    _read_last: _Loader | None = None  # which has given the last batch
 
     def __init__(self, *args: Any, dp_group: GroupOrMesh = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -319,21 +318,8 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _replicas_differ(self) -> bool:
-        """Whether data parallel ranks compute different batches here.
-
-        Raises:
-            RuntimeError: after a loop over a loader that is not shared, whose results would be taken several times.
-        """
-        if self._dp.size == 1 or not getattr(self.gradient_state.active_dataloader, "shared", True):
-            return False
-        if self._read_last is not None and not self._read_last.shared:
-            raise RuntimeError(
-                f"gather or reduce was called on rank {self._dp.rank} of dp_group after a loop over a loader with "
-                "shared=False: every rank has had all of its batches, so what was computed of them is whole; take it "
-                "as it is, or call this inside of the loop. Of what ranks have computed of a shared loader's batches, "
-                "call it before"
-            )
-        return True
+        """Whether data parallel ranks compute different batches here."""
+        return self._dp.size > 1 and getattr(self.gradient_state.active_dataloader, "shared", True)
 
     def gather(self, tensor: Any) -> Any:
         """The data parallel ranks' tensors, one after the other."""
@@ -510,7 +496,6 @@ class _Loader(DataLoaderShard):
                     self.remainder = find_batch_size(batch)
             if self.left is not None:
                 self.left -= 1
-            self.accelerator._read_last = self
             yield batch
 
     def _own(self) -> Iterator[Any]:

@@ -54,7 +54,6 @@ from .training import GroupOrMesh, Ranks, Step, dp_ranks, seed_workers_alike, se
 
 _rank_zero_only: Any = rank_zero.rank_zero_only  # its attribute `rank` says who logs
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "LearningRateFinder", "BatchSizeFinder")  # are refused
 
 
 class TensorParallelStrategy(SingleDeviceStrategy):
@@ -72,9 +71,8 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             groups or a fully_shard that do not fit the job (`Ranks`); ranks whose batches or optimizers'
             hyperparameters differ; fewer micro-batches than data parallel ranks, or, of fully_shard, no multiple of
             them; data parallel ranks with different parameters or buffers, manual optimization, a training_step that
-            takes dataloader_iter or logs a Metric of torchmetrics; a training_step that returns None; validation by a
-            clock; callbacks that average weights, of which this rank has parts, or that search for a rate or a batch
-            size; what `tp_invariant.optim.check` refuses.
+            takes dataloader_iter or logs a Metric of torchmetrics; a training_step that returns None; what
+            `tp_invariant.optim.check` refuses.
     """
 
     strategy_name = "tp_invariant"
@@ -149,7 +147,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
                 f"the model is sharded over the ranks {ranks_of(self._ranks.tp)}, and the strategy's tp_group has "
                 f"{ranks_of(self.group)}: give parallelize and TensorParallelStrategy the same group"
             )
-        self._check_settings(trainer, module)
+        self._check_settings(module)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _not_distributed  # each rank's has seen all that one process' has
@@ -157,21 +155,15 @@ class TensorParallelStrategy(SingleDeviceStrategy):
         plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin)
         super().setup(trainer)
 
-    def _check_settings(self, trainer: Any, module: Any) -> None:
+    def _check_settings(self, module: Any) -> None:
         """Raises: ValueError: see the class."""
-        refused, several = [], self.group.size * self.dp.size > 1
+        refused = []
         if self.precision_plugin.precision not in _PRECISIONS:
             refused.append((f"Trainer(precision={self.precision_plugin.precision!r})", f"choose one of {_PRECISIONS}"))
         if self.dp.size > 1 and not module.automatic_optimization:
             refused.append(("automatic_optimization=False", "write the loop with data_parallel.MicroBatchTree"))
         if self.dp.size > 1 and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
             refused.append(("training_step(dataloader_iter)", "every rank reads every batch: let it take the batch"))
-        if several and trainer._val_check_time_interval is not None:
-            refused.append(("val_check_interval by a clock", "each rank has one of its own: give a number of batches"))
-        kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
-        for name in _CALLBACKS if several else ():
-            if name in kinds:
-                refused.append((name, "it would go by this rank's part of the model, or by what this rank finds"))
         for what, advice in refused:
             raise ValueError(
                 f"{what} on rank {self.global_rank}, with {self.group.size} tensor parallel and {self.dp.size} data "

@@ -80,18 +80,9 @@ def register(config: LoraConfig) -> LoraConfig:
 
     Raises:
         ValueError: another method than LoRA, or an option that is not supported on these layers. Names it.
-        NotImplementedError: this version of PEFT has no way to register layers.
     """
     check_config(config)
-    add: Any = getattr(config, "_register_custom_module", None)
-    if add is None:
-        import peft
-
-        raise NotImplementedError(
-            f"LoraConfig of peft {peft.__version__} has no _register_custom_module, by which it is told of layers that "
-            "are not torch's: constraints.txt has a version of PEFT that the tests were run with"
-        )
-    add({Linear: LoraLinear, VocabParallelEmbedding: LoraEmbedding})
+    config._register_custom_module({Linear: LoraLinear, VocabParallelEmbedding: LoraEmbedding})
     return config
 
 
@@ -129,11 +120,6 @@ def check_config(config: Any) -> None:
 
 
 def _check_drawn(adapter: str, drawn: dict[str, Tensor], group: Group) -> None:
-    if any(tensor.is_meta for tensor in drawn.values()):
-        raise ValueError(
-            f"low_cpu_mem_usage=True for adapter {adapter!r} on rank {group.rank} is not supported on tensor-parallel "
-            "layers: leave it False"
-        )
     what = f"adapter {adapter!r} (seed all ranks alike before get_peft_model, and give them the same config)"
     check_replicas(what, {name: Entry(tensor.detach(), WHOLE) for name, tensor in drawn.items()}, group)
 
@@ -169,7 +155,6 @@ class _OfShards(nn.Module):
         Raises:
             ValueError: fully_shard has cut the weight; or, with safe_merge, which is a collective, on every rank: a sum
                 is not finite on some rank.
-            RuntimeError: an adapter's B has a bias and the base layer has none.
         """
         this: Any = self
         for adapter in check_adapters_to_merge(this, adapter_names):
@@ -335,13 +320,7 @@ class LoraLinear(_OfShards, _LoraLinear):
     def _changes(self, adapter: str) -> Iterator[tuple[Tensor, Tensor]]:
         yield from super()._changes(adapter)
         if self._has(adapter) and (bias := self.lora_B[adapter].bias) is not None:
-            base = self.get_base_layer()
-            if base.bias is None:
-                raise RuntimeError(
-                    f"adapter {adapter!r} has lora_bias=True, and {type(base).__name__} on rank {base.group.rank} no "
-                    "bias to merge it into"
-                )
-            yield local_of(base.bias), local_of(bias).detach() * self.scaling[adapter]
+            yield local_of(self.get_base_layer().bias), local_of(bias).detach() * self.scaling[adapter]
 
 
 class Dropout(nn.Dropout):
@@ -498,7 +477,7 @@ class _WholeAdapters(nn.Module):
         selected_adapters: list[str] | None = None,
         save_embedding_layers: Any = "auto",
         is_main_process: bool = True,
-        path_initial_model_for_weight_conversion: str | None = None,
+        *,
         state_dict: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -508,13 +487,8 @@ class _WholeAdapters(nn.Module):
         of a parallelized model (hugging_face/saving.py).
 
         Raises:
-            ValueError: a state_dict that is given has this rank's parts; or path_initial_model_for_weight_conversion.
+            ValueError: a state_dict that is given has this rank's parts.
         """
-        if path_initial_model_for_weight_conversion is not None:
-            raise ValueError(
-                f"path_initial_model_for_weight_conversion={path_initial_model_for_weight_conversion!r} is not "
-                "supported on tensor-parallel layers: leave it None"
-            )
         model, former = cast(Any, self), cast(Any, super())
 
         def write(state: Any) -> None:
@@ -534,14 +508,9 @@ class _WholeAdapters(nn.Module):
             write(gather())
 
 
-class _ShardedAdapters(nn.Module):
-    """What the class of a LoraModel of sharded layers derives from, before PEFT's own class."""
-
-    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            "add_weighted_adapter is not supported on tensor-parallel layers, because PEFT would take this rank's part "
-            "of an adapter for the whole: save the adapters, and combine them on the whole model"
-        )
+class _CopiedByItself(nn.Module):
+    """What the class of a LoraModel of sharded layers derives from, before PEFT's own class: a derived class has a
+    `__deepcopy__`, which PEFT's would take from the model inside it."""
 
 
 @never_a_frame_of_its_own
@@ -555,7 +524,7 @@ def _install(owner: nn.Module, name: str, child: nn.Module | None) -> None:
         if name == "original_module":
             owner.register_load_state_dict_pre_hook(_take_parts)
         return
-    added = _ShardedAdapters if isinstance(owner, LoraModel) else _WholeAdapters
+    added = _CopiedByItself if isinstance(owner, LoraModel) else _WholeAdapters
     if name == ("model" if isinstance(owner, LoraModel) else "base_model") and not isinstance(owner, added):
         owner.__class__ = derived_class(type(owner), added)
 

@@ -11,7 +11,6 @@ a DeviceMesh they are DTensors on that mesh, whose placements say it:
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -100,13 +99,7 @@ _in_use: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 def groups_in_use(besides: Set[int]) -> set[Group]:
     """The groups in `tp_group` of this process's live parameters, without groups whose ranks are all in `besides`."""
-
-    def found() -> set[Group]:
-        return {group for group in list(_in_use.values()) if not set(ranks_of(group)) <= besides}
-
-    if found():
-        gc.collect()  # modules that are unreachable but not yet freed
-    return found()
+    return {group for group in list(_in_use.values()) if not set(ranks_of(group)) <= besides}
 
 
 def is_sharded(parameter: Tensor) -> bool:

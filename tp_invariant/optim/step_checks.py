@@ -16,7 +16,6 @@ write as whole tensors (layers/saved_shards.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import is_
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ _WAY_OUT = (
 )
 _COMPARED = "_tp_invariant_compared"  # of an optimizer: the groups whose ranks have compared its gradients
 _REFUSES_SAVES = "_tp_invariant_refuses_saves"  # of an optimizer: that its state dicts have the hook below
-_SETTLED = "_tp_invariant_settled"  # of an optimizer: its parameters, when all their groups had been compared
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,28 +90,19 @@ def _compare_replicated(optimizer: Optimizer) -> None:
 
     Each parameter is compared over its own group alone: groups may be parts of one another, and get other inputs, as
     experts do. A group counts as compared once there were gradients, which all its ranks know alike: were they not the
-    same parameters' on all of them, the comparison would have raised. Once all groups are, later steps of the same
-    parameters look at nothing but these being the same.
+    same parameters' on all of them, the comparison would have raised.
     """
     parameters = _parameters(optimizer)
-    settled: list[Tensor] = optimizer.__dict__.get(_SETTLED, [])
-    if len(settled) == len(parameters) and all(map(is_, settled, parameters)):
-        return
     over = maximal_groups([group for p in parameters if (group := carried_group(p)) is not None])
     others = over[0] if len(over) == 1 else None  # of parameters that say nothing
     done: set[Group] = optimizer.__dict__.setdefault(_COMPARED, set())
     held: dict[Group, list[Tensor]] = {}
-    left = False
     for p in parameters:
         group = None if is_sharded(p) else carried_group(p)
         if not hasattr(p, "tp_group") and not is_sharded(p) and not is_dtensor(p):
             group = others
-        if group is not None and group.size > 1 and group not in done:
-            left = True
-            if p.requires_grad:
-                held.setdefault(group, []).append(p)
-    if not left:
-        optimizer.__dict__[_SETTLED] = parameters
+        if p.requires_grad and group is not None and group.size > 1 and group not in done:
+            held.setdefault(group, []).append(p)
     if held and not _is_idle(optimizer):
         calls = {group: ClipCall(held[group], None, leave_out=lambda p: False) for group in in_common_order(held)}
         _compare(optimizer, calls, f"Parameters are numbered among the replicated ones of this group. {_WAY_OUT}")
