@@ -188,17 +188,17 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
     Raises:
         ValueError: names a parameter that two layers shard in different ways.
     """
-    found: dict[int, tuple[str, ShardSpec]] = {}
+    named: dict[int, tuple[str, ShardSpec]] = {}
     for name, parameter, spec in named_shard_specs(model):
-        first, known = found.setdefault(id(parameter), (name, spec))
+        first, known = named.setdefault(id(parameter), (name, spec))
         if known == spec or spec.dim is None:
             continue
         if known.dim is None or known == replace(spec, padding=known.padding):
             # an embedding knows its padding, a layer that is tied to it does not
-            found[id(parameter)] = name, replace(spec, padding=max(spec.padding, known.padding))
+            named[id(parameter)] = name, replace(spec, padding=max(spec.padding, known.padding))
         elif spec.group.size > 1 or known.group.size > 1:
             raise ValueError(f"{first} and {name} are one parameter, and their layers shard it in different ways")
-    return {key: spec for key, (_, spec) in found.items()}
+    return {key: spec for key, (_, spec) in named.items()}
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
@@ -264,18 +264,18 @@ def run_on_all_ranks(group: Group, what: str, step: Callable[[], T]) -> T:
     except BaseException as error:
         failure = error
     own = None if failure is None else (type(failure).__name__, str(failure))
-    found = gather_objects(own, group)
-    if failure is not None and (not isinstance(failure, Exception) or len(set(found)) == 1):
+    failures = gather_objects(own, group)
+    if failure is not None and (not isinstance(failure, Exception) or len(set(failures)) == 1):
         raise failure
-    if any(found):
-        raise error_of_ranks(what, {rank: error for rank, error in enumerate(found) if error}, group) from failure
+    if any(failures):
+        raise error_of_ranks(what, {rank: error for rank, error in enumerate(failures) if error}, group) from failure
     return result
 
 
-def error_of_ranks(what: str, found: Mapping[int, tuple[str, str]], group: Group) -> Exception:
+def error_of_ranks(what: str, failures: Mapping[int, tuple[str, str]], group: Group) -> Exception:
     """The exception that every rank raises if some ranks failed, given the kind and text of each rank's error."""
-    kinds = {kind for kind, _ in found.values()}
-    named = "\n".join(f"rank {rank} of {group.size}: {kind}: {text}" for rank, (kind, text) in sorted(found.items()))
+    kinds = {kind for kind, _ in failures.values()}
+    named = "\n".join(f"rank {rank} of {group.size}: {kind}: {text}" for rank, (kind, text) in sorted(failures.items()))
     raised = _ERRORS.get(kinds.pop(), RuntimeError) if len(kinds) == 1 else RuntimeError
     return raised(f"{what} failed:\n{named}")
 
@@ -331,7 +331,7 @@ def check_whole(tensors: Mapping[str, Any], what: str) -> None:
 
 
 def check_match(
-    entries: Mapping[str, Entry], found: Mapping[str, tuple[torch.Size, torch.dtype]], *, strict: bool, source: str
+    entries: Mapping[str, Entry], given: Mapping[str, tuple[torch.Size, torch.dtype]], *, strict: bool, source: str
 ) -> IncompatibleKeys:
     """Compares the model's entries with the tensors of a source.
 
@@ -339,14 +339,14 @@ def check_match(
         ValueError: one error that names every key that is missing, unexpected (with strict), or of another shape or
             dtype than the model's.
     """
-    missing, unexpected = sorted(entries.keys() - found.keys()), sorted(found.keys() - entries.keys())
+    missing, unexpected = sorted(entries.keys() - given.keys()), sorted(given.keys() - entries.keys())
     problems = []
     if strict and missing:
         problems.append(f"missing in the {source}: {', '.join(missing)}")
     if strict and unexpected:
         problems.append(f"unexpected in the {source}: {', '.join(unexpected)}")
-    for name in entries.keys() & found.keys():
-        entry, (shape, dtype) = entries[name], found[name]
+    for name in entries.keys() & given.keys():
+        entry, (shape, dtype) = entries[name], given[name]
         if entry.tensor.is_meta:
             problems.append(f"{name} is on the meta device: call model.to_empty(device=...) first")
         elif entry.full_shape != shape or entry.tensor.dtype != dtype:

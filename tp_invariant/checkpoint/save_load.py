@@ -232,8 +232,8 @@ def _check_alike(what: str, values: Any, ranks: Group) -> None:
     own = {name: repr(leaf) for name, leaf in leaves(values)}
     if len(set(gather_objects(hashlib.sha256(repr(own).encode()).hexdigest(), ranks))) == 1:
         return
-    for name, found in gather_differences(own, ranks).items():
-        named = format_values(found)
+    for name, values_of_ranks in gather_differences(own, ranks).items():
+        named = format_values(values_of_ranks)
         raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which must be equal: {named}")
 
 

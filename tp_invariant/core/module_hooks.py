@@ -26,9 +26,9 @@ def with_key(handle: RemovableHandle, name: str) -> RemovableHandle:
     while key in hooks:
         same += 1
         key = f"tp_invariant.{name}.{same}"
-    for found in (hooks, *extras):
-        if found is not None and handle.id in found:
-            found[key] = found.pop(handle.id)
+    for table in (hooks, *extras):
+        if table is not None and handle.id in table:
+            table[key] = table.pop(handle.id)
     handle.id = key  # type: ignore[assignment]
     return handle
 

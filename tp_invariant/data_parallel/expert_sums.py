@@ -123,7 +123,7 @@ class ExpertSums:
         # -0.0 where there is no gradient: see MicroBatchTree.add
         flats = {s: torch.full(size, -0.0, dtype=torch.float32, device=device) for s in self._own_sources}
         parts = {source: flat.split(self._sizes) for source, flat in flats.items()}
-        found = []
+        with_grad = []
         for place, (p, index) in enumerate(zip(self.parameters, self.indices, strict=True)):
             waiting = partial_gradients_of(p)
             if waiting is None:
@@ -142,14 +142,14 @@ class ExpertSums:
                 )
             if sums is None:
                 continue
-            found.append(index)
+            with_grad.append(index)
             for source, one in zip(self._own_sources, sums, strict=True):
                 if one is not None:
                     parts[source][place].view(one.shape).copy_(one)
         if number is not None:
             for source in sorted(flats):
                 self._trees[source].push(0, self._shares[source][number], flats[source])
-        return found
+        return with_grad
 
     def meet(self, added: int) -> None:
         """Lets a rank that is in reduce() meet those of its expert-parallel group that are still in a forward.

@@ -274,7 +274,7 @@ class MicroBatchTree:
         if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
             raise TypeError(f"count={count!r} on rank {self.group.rank} must be an int or a 0-dim integer tensor")
         # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
-        found = False
+        has_gradient = False
         flat = torch.full((sum(self._sizes),), -0.0, dtype=torch.float32, device=self._parameters[0].device)
         for index, part in zip(self._dense, flat.split(self._sizes), strict=True):
             p = self._parameters[index]
@@ -289,13 +289,13 @@ class MicroBatchTree:
                 )
             local = local_of(p.grad)
             part.view(local.shape).copy_(local)
-            self._has_grad[index] = found = True
+            self._has_grad[index] = has_gradient = True
             p.grad = None
         level = 0
         if self._fully_sharded:
             self._check_reduced()
             level = self.group.size.bit_length() - 1  # what the ranks' micro-batches have in sum is a node
-        if self._fully_sharded and not found:
+        if self._fully_sharded and not has_gradient:
             return  # reduce() says how many were added
         expected = self._added < len(self.share)
         for experts in self._experts:

@@ -85,21 +85,21 @@ def measure(tp_group: Any, options: argparse.Namespace, tokens: int) -> dict[tup
         layers.zero_grad()
         layers(x).backward(dy)
 
-    found: dict[tuple[str, bool], Any] = {("bits", True): set(), ("bits", False): set()}
+    measured: dict[tuple[str, bool], Any] = {("bits", True): set(), ("bits", False): set()}
     alone = tp_group.size() == 1  # what the others' bits are compared with
-    for way in ("eager", "graphs") if cuda and not alone else ("eager",):
+    for launch in ("eager", "graphs") if cuda and not alone else ("eager",):
         taken: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(1 if alone else TURNS):
             for mode, medians in taken.items():
                 with set_tp_invariant_mode(mode):
-                    graphed = graph_layers(list(layers), lambda: layers(x)) if way == "graphs" else None
+                    graphed = graph_layers(list(layers), lambda: layers(x)) if launch == "graphs" else None
                     medians.append(_median(step, 0 if alone else options.rounds, cuda))
                     if turn == 0:  # gathering and hashing them takes longer than the steps
-                        found["bits", mode].add(digest(full_grads(layers)))
+                        measured["bits", mode].add(digest(full_grads(layers)))
                     if graphed is not None:
                         graphed.remove()
-        found |= {(way, mode): min(medians) for mode, medians in taken.items()}
-    return found
+        measured |= {(launch, mode): min(medians) for mode, medians in taken.items()}
+    return measured
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
         same = {mode: all(rank["bits", mode] == alone["bits", mode] for rank in ranks) for mode in (True, False)}
         right = right and same[True]
         said = f"on: {'the same' if same[True] else 'OTHERS'}; off: {'the same' if same[False] else 'others'}"
-        for way in dict.fromkeys(way for way, _ in ranks[0] if way != "bits"):
-            on, off = (max(rank[way, mode] for rank in ranks) for mode in (True, False))
-            print(f"{tokens:>8}  {way:<8}{off:10.2f}{on:10.2f}{on / off:10.2f}  {said}", flush=True)
+        for launch in dict.fromkeys(launch for launch, _ in ranks[0] if launch != "bits"):
+            on, off = (max(rank[launch, mode] for rank in ranks) for mode in (True, False))
+            print(f"{tokens:>8}  {launch:<8}{off:10.2f}{on:10.2f}{on / off:10.2f}  {said}", flush=True)
     return 0 if right else 1

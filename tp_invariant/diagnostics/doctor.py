@@ -59,9 +59,10 @@ def gpu_count() -> int:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"tp_invariant": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"tp_invariant": __version__, "python": platform.python_version()}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpu_count() else None
-    return found | {package: installed(package) for package in _PACKAGES} | {"cuda": torch.version.cuda, "nccl": nccl}
+    packages = {package: installed(package) for package in _PACKAGES}
+    return versions | packages | {"cuda": torch.version.cuda, "nccl": nccl}
 
 
 def cpu_model() -> str:
@@ -77,12 +78,12 @@ def cpu_model() -> str:
 def _devices() -> list[dict[str, Any]]:
     """The CPU, then every GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: list[dict[str, Any]] = [
+    devices: list[dict[str, Any]] = [
         {"device": "cpu", "name": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "cores": cores}
     ]
     for index in range(gpu_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        devices.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
@@ -91,19 +92,19 @@ def _devices() -> list[dict[str, Any]]:
                 "multiprocessors": properties.multi_processor_count,
             }
         )
-    return found
+    return devices
 
 
 def _gate() -> dict[str, Any]:
     """The variables, and the mode that follows from them or the error that every layer would raise."""
     names = (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE, mode.CHECK_VARIABLE)
-    found: dict[str, Any] = {name: os.environ.get(name) for name in names} | {"mode": None, "error": None}
+    gate: dict[str, Any] = {name: os.environ.get(name) for name in names} | {"mode": None, "error": None}
     try:
-        found["mode"] = "on" if mode.is_tp_invariant_mode_enabled() else "off"
+        gate["mode"] = "on" if mode.is_tp_invariant_mode_enabled() else "off"
         mode.is_call_check_enabled()
     except ValueError as error:
-        found["error"] = str(error)
-    return found
+        gate["error"] = str(error)
+    return gate
 
 
 def _gemm_kernel() -> dict[str, Any]:
@@ -146,7 +147,7 @@ def claims(facts: dict[str, Any]) -> list[Claim]:
     """Runs the checks and returns every claim; `facts` come from `collect`."""
     versions, gpus = facts["versions"], gpu_count()
     triton = "triton is a version that was tested"
-    found = [
+    checked = [
         _version("torch", versions["torch"], TESTED_TORCH),
         _version("triton", versions["triton"], TESTED_TRITON)
         if versions["triton"] or gpus
@@ -163,13 +164,13 @@ def claims(facts: dict[str, Any]) -> list[Claim]:
         for what, check in _SLICES.items():
             name = f"{'CPU' if device == 'cpu' else 'GPU'}: {what}"
             if device == "cpu" or gpus:
-                found.append(_tried(name, functools.partial(check, device), _BROKEN))
+                checked.append(_tried(name, functools.partial(check, device), _BROKEN))
             else:
-                found.append(Claim(name, UNCHECKED, "torch sees no GPU", "run this on a machine with one"))
-    found += _of_gpus(facts) if gpus else []
+                checked.append(Claim(name, UNCHECKED, "torch sees no GPU", "run this on a machine with one"))
+    checked += _of_gpus(facts) if gpus else []
     device = "cuda" if gpus > 1 else "cpu"
     degrees = "outputs, gradients and training steps are the same bytes at every TP degree"
-    return [*found, Claim(degrees, UNCHECKED, "takes minutes", f"tp-invariant verify --device {device}")]
+    return [*checked, Claim(degrees, UNCHECKED, "takes minutes", f"tp-invariant verify --device {device}")]
 
 
 def _of_gpus(facts: dict[str, Any]) -> list[Claim]:
@@ -196,18 +197,18 @@ def _tried(claim: str, check: Callable[[], str], next_step: str) -> Claim:
         return Claim(claim, FAILS, f"{kind}{error}", next_step)
 
 
-def _version(package: str, found: str | None, tested: tuple[tuple[int, int], tuple[int, int]]) -> Claim:
+def _version(package: str, here: str | None, tested: tuple[tuple[int, int], tuple[int, int]]) -> Claim:
     claim = f"{package} is a version that was tested"
     low, high = (".".join(map(str, bound)) for bound in tested)
-    if found is None:
+    if here is None:
         return Claim(claim, FAILS, "not installed", f"pip install {package}")
-    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    release = tuple(int(part) for part in re.findall(r"\d+", here)[:2])
     if release < tested[0]:
-        return Claim(claim, FAILS, f"{found} is older than tested, {low} to {high}", f"pip install '{package}>={low}'")
+        return Claim(claim, FAILS, f"{here} is older than tested, {low} to {high}", f"pip install '{package}>={low}'")
     if release > tested[1]:
-        detail = f"{found} is newer than tested, {low} to {high}"
+        detail = f"{here} is newer than tested, {low} to {high}"
         return Claim(claim, UNCHECKED, detail, "tp-invariant verify shows whether the contract holds")
-    return Claim(claim, HOLDS, f"{found}; tested are {low} to {high}")
+    return Claim(claim, HOLDS, f"{here}; tested are {low} to {high}")
 
 
 def _understood() -> str:

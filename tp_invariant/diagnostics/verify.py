@@ -114,8 +114,8 @@ def check_gemm(setup: Setup) -> Outcome:
     for dtype in setup.dtypes:
         try:
             assert_slice_invariant(_splits_by_rows(gemm_fn), shapes=shapes[:1], dtypes=[dtype], **options)
-        except AssertionError as found:
-            if "not slice-invariant" not in str(found):
+        except AssertionError as difference:
+            if "not slice-invariant" not in str(difference):
                 raise
         else:
             raise AssertionError(f"the control, a gemm_fn that splits K by its number of rows, passes in {dtype}")
@@ -253,13 +253,13 @@ def run_checks(checks: Sequence[Check], setup: Setup) -> list[str]:
             print(f"..      {check.name}", end="\r", flush=True)
         try:
             run_ranks(_start, max(setup.degrees), device=setup.device)  # one pool, also after a failure that ended it
-            found, word = [str(check.run(setup))], "held"
+            lines, word = [str(check.run(setup))], "held"
         except Exception as error:
             kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            found, word = ["", *f"{kind}{error}".splitlines()], "FAILED"
+            lines, word = ["", *f"{kind}{error}".splitlines()], "FAILED"
             failed.append(check.name)
         seconds = time.monotonic() - start
-        print(f"{word:<8}{check.name:<17}{seconds:6.1f} s  " + "\n        ".join(found), flush=True)
+        print(f"{word:<8}{check.name:<17}{seconds:6.1f} s  " + "\n        ".join(lines), flush=True)
     return failed
 
 

@@ -87,9 +87,9 @@ class Outcome:
     worst: float = 0.0
 
     def count(self, results: Mapping[str, Any]) -> None:
-        found = [t for t in results.values() if isinstance(t, Tensor)]
-        self.tensors += len(found)
-        self.bytes += sum(t.numel() * t.element_size() for t in found)
+        counted = [t for t in results.values() if isinstance(t, Tensor)]
+        self.tensors += len(counted)
+        self.bytes += sum(t.numel() * t.element_size() for t in counted)
 
     def __str__(self) -> str:
         compared = f", {self.tensors} tensors, {self.bytes / 1e6:.1f} MB" if self.tensors else ""
@@ -117,12 +117,12 @@ def load_gemm_fn(name: str | None) -> GemmFn | None:
     if name is None:
         return None
     try:
-        found = pkgutil.resolve_name(name)
+        named = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as problem:
         raise ValueError(f"{name!r} cannot be loaded: {problem}; give module:name, as in my_kernels:matmul") from None
-    if not callable(found):
-        raise ValueError(f"{name!r} is a {type(found).__name__}: give a gemm_fn(a, b, *, bias=None, out_dtype=None)")
-    return found
+    if not callable(named):
+        raise ValueError(f"{name!r} is a {type(named).__name__}: give a gemm_fn(a, b, *, bias=None, out_dtype=None)")
+    return named
 
 
 def run_cases(tp_group: Any, cases: Sequence[Case], gemm_fn: str | None) -> list[Results]:
@@ -164,8 +164,9 @@ def check_cases(cases: Sequence[Case], degrees: Sequence[int], gemm_fn: str | No
 
 
 def _references(cases: Sequence[Case], gemm_fn: str | None) -> dict[Case, Results]:
-    asked = list(dict.fromkeys(case.as_reference for case in cases))
-    return dict(zip(asked, run_ranks(run_cases, 1, asked, gemm_fn, device=asked[0].device)[0], strict=True))
+    references = list(dict.fromkeys(case.as_reference for case in cases))
+    (results,) = run_ranks(run_cases, 1, references, gemm_fn, device=references[0].device)
+    return dict(zip(references, results, strict=True))
 
 
 def check_controls(controls: Sequence[Case], degrees: Sequence[int], gemm_fn: str | None = None) -> int:

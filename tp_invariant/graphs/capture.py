@@ -181,9 +181,9 @@ def graph_layers(
 
 def _alike(recorded: Sequence[_Recorded], captured: Sequence[Captured]) -> str:
     """Which layer gets arguments with which it was captured, "" if none does: a call of it is of one function alone."""
-    for now, then in zip(recorded, captured, strict=True):
-        if not then.call.difference(now.call.tensors, now.call.tree, True):
-            return f"two functions call {now.name} with the same arguments"
+    for repeated, earlier in zip(recorded, captured, strict=True):
+        if not earlier.call.difference(repeated.call.tensors, repeated.call.tree, True):
+            return f"two functions call {repeated.name} with the same arguments"
     return ""
 
 
@@ -343,7 +343,7 @@ def _parameter_replacements(
     Autograd binds a leaf to the stream of an autograd graph that may still be alive (the loss of the previous step),
     and that stream is not captured.
     """
-    found: dict[int, tuple[nn.Parameter, Tensor]] = {}
+    replacements: dict[int, tuple[nn.Parameter, Tensor]] = {}
     leaves: list[tuple[Tensor, ...]] = []
     dtensors: list[list[_Place]] = []
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -355,15 +355,15 @@ def _parameter_replacements(
                     names.setdefault(id(p), (p, []))[1].append((module, key))
                     before.append((module, key, p))
         for p, _ in names.values():
-            if id(p) not in found:
+            if id(p) not in replacements:
                 leaf = nn.Parameter(local_of(p).detach())
                 leaf.__dict__.update({} if is_dtensor(p) else p.__dict__)
-                found[id(p)] = leaf, leaf.detach()
-        leaves.append(tuple(found[id(p)][0] for p in layer.parameters() if p.requires_grad))
-        dtensors.append([_Place(where, *found[key], p) for key, (p, where) in names.items() if is_dtensor(p)])
+                replacements[id(p)] = leaf, leaf.detach()
+        leaves.append(tuple(replacements[id(p)][0] for p in layer.parameters() if p.requires_grad))
+        dtensors.append([_Place(where, *replacements[key], p) for key, (p, where) in names.items() if is_dtensor(p)])
     for module, key, was in before:
         if not is_dtensor(was):
-            module._parameters[key] = found[id(was)][0]
+            module._parameters[key] = replacements[id(was)][0]
     try:
         yield leaves, dtensors
     finally:

@@ -42,8 +42,11 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def changed_condition(now: dict[str, Any], then: dict[str, Any]) -> str:
-    return next((f"{name} is {now[name]}, and was {then[name]}" for name in then if now[name] != then[name]), "")
+def changed_condition(current: dict[str, Any], captured: dict[str, Any]) -> str:
+    for name, value in captured.items():
+        if current[name] != value:
+            return f"{name} is {current[name]}, and was {value}"
+    return ""
 
 
 class ActivationOwnership:
@@ -197,7 +200,7 @@ class GraphedForward:
 
     def _state_now(self) -> list[tuple]:
         """For each module, the state whose change a graph would not notice."""
-        found = []
+        state = []
         for (_, module), attributes in zip(self._modules, self._attributes, strict=True):
             own = vars(module)
             tensors = (*module._parameters.values(), *module._buffers.values(), *(own.get(key) for key in attributes))
@@ -205,8 +208,8 @@ class GraphedForward:
                 (id(t), local_of(t).data_ptr(), t.stride(), t.requires_grad) if isinstance(t, Tensor) else None
                 for t in tensors
             ]
-            found.append((module.training, list(map(id, module._modules.values())), held))
-        return found
+            state.append((module.training, list(map(id, module._modules.values())), held))
+        return state
 
     def versions(self) -> list[int]:
         return [version_of(local_of(p)) for p in self._all_parameters]
