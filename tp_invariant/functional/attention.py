@@ -28,11 +28,13 @@ from ..core.dtensors import refuse_dtensor
 from ..core.elementwise import inside_a_layer
 from ..core.graph_breaks import outside_of_graphs
 from ..core.torch_private import dispatch_modes
+from ..kernels.attention.spec import CHUNK, AttentionSpec, PackedLengths, bias_grad, empty_heads
 from ..kernels.select import select
 from .attention_checks import (
     check_first_key,
-    check_lengths,
     check_mask,
+    check_mask_use,
+    check_packing,
     check_score_options,
     check_sinks,
     check_tensors,
@@ -104,100 +106,46 @@ def attention(
         RuntimeError: forward-mode derivatives.
     """
     with inside_a_layer():
-        return _attend(
-            q, k, v, causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks,
-            mask, first_key,
-        )  # fmt: skip
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
-    sinks: Tensor | None, mask: Tensor | None, first_key: int,
-) -> Tensor:  # fmt: skip
-    """The checks of `attention`, then the computation."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        refuse_dtensor(x, name)
-    for name, option in (("sinks", sinks), ("mask", mask)):
-        if option is not None:
-            refuse_dtensor(option, name)
-    q, k, v = in_autocasts_dtype(q, k, v)
-    if q.device.type not in ("cuda", "cpu"):
-        raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
-    check_tensors(q, k, v)
-    if sinks is not None:
-        check_sinks(sinks, q)
-        sinks = sinks.float()
-    if mask is not None:
-        check_mask(mask, q, k, "mask")
-        mask = mask[(None,) * (4 - mask.dim())]
-        if mask.requires_grad and torch.is_grad_enabled() and mask.shape[1] != q.shape[1]:
-            raise ValueError(
-                f"mask {tuple(mask.shape)} requires a gradient and repeats over {q.shape[1]} heads: the gradient would "
-                "be a sum over heads, of which a rank has a part; give each head its own, [.., heads, queries, keys]"
-            )
-        if cu_seqlens_q is not None:
-            raise ValueError("mask is given with cu_seqlens_q: packed sequences take causal and window alone")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    scale, softcap = check_score_options(q, scale, softcap)
-    window = number(window, int, "window")
-    max_seqlen_q, max_seqlen_k = (
-        number(max_seqlen_q, int, "max_seqlen_q"),
-        number(max_seqlen_k, int, "max_seqlen_k"),
-    )
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-    first_key = number(first_key, int, "first_key")
-    check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
-    if cu_seqlens_q is None:
-        for name, given in (
-            ("cu_seqlens_k", cu_seqlens_k),
-            ("max_seqlen_q", max_seqlen_q),
-            ("max_seqlen_k", max_seqlen_k),
-        ):
-            if given is not None:
-                raise ValueError(f"{name} is given and cu_seqlens_q is not: packed sequences need cu_seqlens_q")
-    else:
-        if cu_seqlens_k is None:
-            if q.shape[2] != k.shape[2]:
-                raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: packed sequences need cu_seqlens_k")
-            cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
-        check_lengths(q, cu_seqlens_q, max_seqlen_q, "q")
-        check_lengths(k, cu_seqlens_k, max_seqlen_k, "k")
-        if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            raise ValueError(
-                f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)} must have the "
-                "same shape: an entry for each sequence, also if it has no queries or no keys"
-            )
-    if first_key:
-        k, v, mask = from_whole_chunks(k, v, mask, first_key)
-    if value_dim < head_dim:
-        v = F.pad(v, (0, head_dim - value_dim))
-    elif value_dim > head_dim:
-        q, k = (F.pad(x, (0, value_dim - head_dim)) for x in (q, k))
-    longest = max_seqlen_q or 0, max_seqlen_k or 0
-    arguments = (
-        q,
-        k,
-        v,
-        sinks,
-        mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *longest,
-        causal,
-        scale,
-        min(window or 0, _MAX_WINDOW),
-        softcap or 0.0,
-    )
-    out: Tensor
-    if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
-        out, _ = _operator(*arguments)
-    else:
-        out = _Attention.apply(*arguments[:7], arguments[7:])
-    return out if out.shape[-1] == value_dim else out[..., :value_dim]
+        for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("mask", mask)):
+            refuse_dtensor(x, name)
+        q, k, v = in_autocasts_dtype(q, k, v)
+        if q.device.type not in ("cuda", "cpu"):
+            raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
+        check_tensors(q, k, v)
+        if sinks is not None:
+            check_sinks(sinks, q)
+            sinks = sinks.float()
+        if mask is not None:
+            check_mask(mask, q, k, "mask")
+            mask = mask[(None,) * (4 - mask.dim())]
+            check_mask_use(mask, q, packed=cu_seqlens_q is not None)
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
+        scale, softcap = check_score_options(q, scale, softcap)
+        window = number(window, int, "window")
+        max_seqlen_q = number(max_seqlen_q, int, "max_seqlen_q")
+        max_seqlen_k = number(max_seqlen_k, int, "max_seqlen_k")
+        if window is not None and (window < 1 or not causal):
+            raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
+        first_key = number(first_key, int, "first_key")
+        check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
+        cu_seqlens_k, max_seqlen_k = check_packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        if first_key:
+            k, v, mask = from_whole_chunks(k, v, mask, first_key)
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
+        if value_dim < head_dim:
+            v = F.pad(v, (0, head_dim - value_dim))
+        elif value_dim > head_dim:
+            q, k = (F.pad(x, (0, value_dim - head_dim)) for x in (q, k))
+        tensors = q, k, v, sinks, mask, cu_seqlens_q, cu_seqlens_k
+        seen = min(window or 0, _MAX_WINDOW)
+        options = max_seqlen_q or 0, max_seqlen_k or 0, causal, scale, seen, softcap or 0.0
+        out: Tensor
+        if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
+            out, _ = _operator(*tensors, *options)
+        else:
+            out = _Attention.apply(*tensors, options)
+        return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 def from_whole_chunks(
@@ -205,8 +153,6 @@ def from_whole_chunks(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """With zeros before the first key, which no query sees, so that the sums over keys are cut at the same positions of
     the sequence as with all keys. A mask that has each key's own values hides them."""
-    from ..kernels.attention.spec import CHUNK
-
     before, keys = first_key % CHUNK, k.shape[2]
     k, v = (F.pad(x, (0, 0, before, 0)) for x in (k, v))
     if mask is not None and mask.shape[-1] == keys:
@@ -233,27 +179,19 @@ def _kernel(q: Tensor) -> Any:
     return select("attention", "cuda" if q.is_cuda and q.shape[-1] <= _KERNEL_HEAD_DIM else "cpu")
 
 
-def _spec(causal: bool, scale: float, window: int, softcap: float) -> Any:
-    from ..kernels.attention.spec import AttentionSpec
-
-    return AttentionSpec(causal, scale, window, softcap)
-
-
 def _lengths(
     q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool
-) -> Any:
-    """PackedLengths, or None without packing. max_q and max_k are 0 if not known.
+) -> PackedLengths | None:
+    """None without packing. max_q and max_k are 0 if not known.
 
     check: whether to check lengths on CUDA; backward does not repeat what its forward has checked.
     """
     if cu_q is None or cu_k is None:
         return None
-    from ..kernels.attention.spec import PackedLengths
-
-    found: list[int] = []
+    max_lengths: list[int] = []
     for name, x, cu, longest in (("q", q, cu_q, max_q), ("k", k, cu_k, max_k)):
         if cu.is_cuda and longest:
-            if check and not (found and cu is cu_q and (max_k, k.shape[2]) == (max_q, q.shape[2])):
+            if check and not (max_lengths and cu is cu_q and (max_k, k.shape[2]) == (max_q, q.shape[2])):
                 _assert_lengths(cu, x.shape[2], longest, name)
         else:
             starts = cu.tolist()
@@ -265,8 +203,8 @@ def _lengths(
                     f"max_seqlen_{name}={longest} is less than the longest sequence: pass at least {max(sizes)}"
                 )
             longest = longest or max(sizes)
-        found.append(longest)
-    return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), *found)
+        max_lengths.append(longest)
+    return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), *max_lengths)
 
 
 def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
@@ -304,38 +242,8 @@ def _forward(
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
     sinks, mask = _as_kernels_take(q, k, sinks, mask)
-    out, lse = _kernel(q).forward(q, k, v, _spec(causal, scale, window, softcap), lengths, sinks, mask)
+    out, lse = _kernel(q).forward(q, k, v, AttentionSpec(causal, scale, window, softcap), lengths, sinks, mask)
     return out, lse
-
-
-def _eager_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    mask_grad: bool,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; None for what is not asked for."""
-    spec, lengths = _spec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
-    whole = _as_kernels_take(q, k, sinks, mask)
-    dq, dk, dv, dsinks, dmask = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, *whole, mask_grad)
-    if dmask is not None and mask is not None:
-        from ..kernels.attention.spec import bias_grad
-
-        dmask = bias_grad(dmask, mask.shape).to(mask.dtype)
-    return dq, dk, dv, dsinks, dmask
 
 
 def _backward(
@@ -357,10 +265,14 @@ def _backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_eager_backward` as an operator, which returns no None: an empty tensor in its place."""
-    saved, options = (q, k, v, out, lse, sinks, mask, cu_q, cu_k), (max_q, max_k, causal, scale, window, softcap)
-    found = _eager_backward(dout, *saved, mask_grad, *options)
-    return tuple([lse.new_empty(0) if x is None else x for x in found])  # type: ignore[return-value]
+    """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; an empty tensor for what is not asked for."""
+    spec, lengths = AttentionSpec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
+    options = _as_kernels_take(q, k, sinks, mask)
+    dq, dk, dv, dsinks, dmask = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, *options, mask_grad)
+    if dmask is not None and mask is not None:
+        dmask = bias_grad(dmask, mask.shape).to(mask.dtype)
+    empty = lse.new_empty(0)
+    return dq, dk, dv, empty if dsinks is None else dsinks, empty.clone() if dmask is None else dmask
 
 
 class _Attention(torch.autograd.Function):
@@ -393,12 +305,12 @@ class _Attention(torch.autograd.Function):
     @outside_of_graphs("a compiler may compute a gradient's sums in another order")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         arguments = dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options
-        if torch.is_grad_enabled():  # create_graph=True: a function whose own backward refuses
-            return _gradients(ctx, _AttentionBackward.apply(*arguments))[:8]
-        return *_eager_backward(*arguments), None, None, None
+        return _gradients(ctx, _AttentionBackward.apply(*arguments))[:8]
 
 
 class _AttentionBackward(torch.autograd.Function):
+    """Its own backward refuses, with create_graph=True."""
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         return _backward(*arguments)
@@ -422,16 +334,12 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
 
 
 def _forward_fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    from ..kernels.attention.spec import empty_heads
-
     return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    from ..kernels.attention.spec import empty_heads
-
     sinks, mask, _, _, mask_grad, *_ = others
     of_options = (x if wanted else lse.new_empty(0) for x, wanted in ((sinks, sinks is not None), (mask, mask_grad)))
     return *(empty_heads(x) for x in (q, k, v)), *(x.new_empty(x.shape) for x in of_options)

@@ -73,10 +73,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes()} have heads of size 0: it must be at least 1")
     if q.dtype not in DTYPES:
         raise TypeError(f"q is {q.dtype}: attention takes {', '.join(map(str, DTYPES))}")
-    check_alike(q, k, v)
-
-
-def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"q is {q.dtype} and {name} is {x.dtype}: they must have the same dtype")
@@ -112,6 +108,17 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor, name: str) -> None:
         )
 
 
+def check_mask_use(mask: Tensor, q: Tensor, packed: bool) -> None:
+    """mask: of four dims."""
+    if mask.requires_grad and torch.is_grad_enabled() and mask.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"mask {tuple(mask.shape)} requires a gradient and repeats over {q.shape[1]} heads: the gradient would "
+            "be a sum over heads, of which a rank has a part; give each head its own, [.., heads, queries, keys]"
+        )
+    if packed:
+        raise ValueError("mask is given with cu_seqlens_q: packed sequences take causal and window alone")
+
+
 def check_first_key(q: Tensor, k: Tensor, first_key: int | None, window: int | None, packed: bool) -> None:
     if first_key is None or first_key < 0:
         raise ValueError(f"first_key={first_key} must be at least 0, the position of k's first key in its sequence")
@@ -126,7 +133,30 @@ def check_first_key(q: Tensor, k: Tensor, first_key: int | None, window: int | N
         )
 
 
-def check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
+def check_packing(
+    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int | None, max_k: int | None
+) -> tuple[Tensor | None, int | None]:
+    """cu_seqlens_k and max_seqlen_k, which may be left out where they are q's."""
+    if cu_q is None:
+        for name, given in (("cu_seqlens_k", cu_k), ("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+            if given is not None:
+                raise ValueError(f"{name} is given and cu_seqlens_q is not: packed sequences need cu_seqlens_q")
+        return None, None
+    if cu_k is None:
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: packed sequences need cu_seqlens_k")
+        cu_k, max_k = cu_q, max_q if max_k is None else max_k
+    _check_lengths(q, cu_q, max_q, "q")
+    _check_lengths(k, cu_k, max_k, "k")
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q {tuple(cu_q.shape)} and cu_seqlens_k {tuple(cu_k.shape)} must have the "
+            "same shape: an entry for each sequence, also if it has no queries or no keys"
+        )
+    return cu_k, max_k
+
+
+def _check_lengths(x: Tensor, cu: Tensor, longest: int | None, name: str) -> None:
     if not isinstance(cu, Tensor):
         raise TypeError(f"cu_seqlens_{name} is a {type(cu).__name__}: it must be an int32 tensor [sequences + 1]")
     if x.shape[0] != 1:
