@@ -370,13 +370,17 @@ _library.impl("stored_copy", lambda x: _StoredCopy.apply(x), "CompositeImplicitA
 stored_copy = torch.ops.tp_invariant.stored_copy.default
 
 
+def _set_settings(ctx: Any, dtypes: Any, *settings: Any) -> None:
+    ctx.settings = settings
+
+
 def as_custom_op(
     function: type[torch.autograd.Function],
     *,
     name: str,
     tensors: Sequence[str],
     outputs: Callable[..., Sequence[Tensor | None]],
-    restore: Callable[..., None],
+    restore: Callable[..., None] | None = None,
     saved: Sequence[int | None] = (),
     makes_all: bool = False,
     note: Callable[..., Any] | None = None,
@@ -391,11 +395,13 @@ def as_custom_op(
         outputs: (*arguments) -> empty tensors like forward's result and those of `saved` that are None.
         saved: what forward saves for backward: the position of an argument, or None for a tensor that it makes.
         restore: (ctx, dtypes, *settings), sets what else forward sets on its context; dtypes are those of the tensors.
+            If None, forward sets ctx.settings, a tuple of the settings.
         makes_all: nothing that forward or backward returns or makes is a view of a tensor that it was given. Otherwise
             each is compared with each at every call.
         note: (*arguments) -> a number or None, called where torch traces the op, whose first tensor has a node in the
             graph of gradients then; backward finds the result as ctx.noted.
     """
+    restore = restore or _set_settings
     count = len(tensors)
     arguments = ", ".join(f"Tensor{'?' if t.endswith('?') else ''} {t.rstrip('?')}" for t in tensors)
     made = [i for i, position in enumerate(saved) if position is None]

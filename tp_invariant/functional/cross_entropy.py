@@ -93,43 +93,34 @@ def vocab_parallel_cross_entropy(
         RuntimeError: ranks that disagree.
     """
     with inside_a_layer():
-        return _checked_cross_entropy(
-            logits, target, resolve_group(tp_group), vocab_size, label_smoothing, ignore_index, reduction, z_loss
-        )
-
-
-def _checked_cross_entropy(
-    logits: Tensor, target: Tensor, group: Group, vocab_size: int | None, label_smoothing: float, ignore_index: int,
-    reduction: Reduction, z_loss: float,
-) -> Tensor:  # fmt: skip
-    _check_options(label_smoothing, reduction, z_loss)
-    agreed = agreed_in(group)
-    try:
-        refuse_dtensor(logits, "logits")
-        shard = _check_shapes(logits, target, vocab_size, group)
-        invariant = is_tp_invariant_mode_enabled()
-        if invariant and target.device.type == "cuda":
-            check_id_dtype(target, name="target", rank=group.rank)  # the kernels assert the range
-        else:
-            check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
-    except (IndexError, TypeError, ValueError) as error:
-        share_error(error, group, logits.device, agreed)
-        raise
-    call = CrossEntropyCall(shard, LossSpec(shard.size, ignore_index, label_smoothing, z_loss), reduction)
-    if group.size > 1:
-        facts = {
-            "the TP-invariant mode": invariant,
-            "the options of vocab_parallel_cross_entropy": (
-                shard.size, label_smoothing, ignore_index, reduction, z_loss,
-            ),
-            "the shape of logits": tuple(logits.shape),
-            "the dtype of logits": str(logits.dtype),
-            "whether logits need a gradient": torch.is_grad_enabled() and logits.requires_grad,
-        }  # fmt: skip
-        check_agreement(facts, group, logits.device, agreed, same={"target": target})
-    if not invariant:
-        stock.log_once(group)
-    return (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
+        _check_options(label_smoothing, reduction, z_loss)
+        group = resolve_group(tp_group)
+        agreed = agreed_in(group)
+        try:
+            refuse_dtensor(logits, "logits")
+            shard = _check_shapes(logits, target, vocab_size, group)
+            invariant = is_tp_invariant_mode_enabled()
+            if invariant and target.device.type == "cuda":
+                check_id_dtype(target, name="target", rank=group.rank)  # the kernels assert the range
+            else:
+                check_ids(target, shard.size, name="target", rank=group.rank, ignored=ignore_index)
+        except (IndexError, TypeError, ValueError) as error:
+            share_error(error, group, logits.device, agreed)
+            raise
+        call = CrossEntropyCall(shard, LossSpec(shard.size, ignore_index, label_smoothing, z_loss), reduction)
+        if group.size > 1:
+            options = shard.size, label_smoothing, ignore_index, reduction, z_loss
+            facts = {
+                "the TP-invariant mode": invariant,
+                "the options of vocab_parallel_cross_entropy": options,
+                "the shape of logits": tuple(logits.shape),
+                "the dtype of logits": str(logits.dtype),
+                "whether logits need a gradient": torch.is_grad_enabled() and logits.requires_grad,
+            }
+            check_agreement(facts, group, logits.device, agreed, same={"target": target})
+        if not invariant:
+            stock.log_once(group)
+        return (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
 
 
 def _check_options(label_smoothing: float, reduction: str, z_loss: float) -> None:
@@ -190,15 +181,14 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, target, stats, count = ctx.saved_tensors
-        shard: VocabShard = ctx.call.shard
-        dx = _kernels(logits).logits_grad(
-            grad, logits, target, stats, count, shard.real, shard.first, ctx.call.spec
-        )  # fmt: skip
+        call: CrossEntropyCall = ctx.call
+        first, columns = call.shard.first, call.shard.real
+        dx = _kernels(logits).logits_grad(grad, logits, target, stats, count, columns, first, call.spec)
         return dx, None, None
 
 
 def _kernels(logits: Tensor) -> ModuleType:
-    return select("cross-entropy", "cuda" if logits.is_cuda else logits.device.type)
+    return select("cross-entropy", logits.device.type)
 
 
 def _token_losses(kernels: ModuleType, x: Tensor, ids: Tensor, call: CrossEntropyCall) -> tuple[Tensor, Tensor]:

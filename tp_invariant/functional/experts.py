@@ -57,7 +57,7 @@ def _check_rows(rows: int) -> None:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The ways of the rows of one call.
+    """How the rows of one call travel.
 
     order      [R]      of this rank's rows, sorted by (expert, token, slot): token * k + slot, of all tokens; not
                         used if `travels`
@@ -177,14 +177,14 @@ def dispatch(index: Tensor, experts: int, group: Group, sequence_dim: int | None
         lead[sequence_dim] = whole.shape[sequence_dim]
         along = torch.arange(lead[sequence_dim], device=device) // index.shape[sequence_dim]
         holder = along.view(lead).expand(whole.shape[:-1]).reshape(-1)
-    every = whole.reshape(-1)
-    legs = (holder.unsqueeze(1) * world + _rank_of(every, experts, world).view(tokens, k)).flatten()
-    counts: list[int] = legs.new_zeros(world * world).scatter_add_(0, legs, torch.ones_like(legs)).tolist()
+    flat = whole.reshape(-1)
+    pairs = (holder.unsqueeze(1) * world + _rank_of(flat, experts, world).view(tokens, k)).flatten()  # of ranks
+    counts: list[int] = pairs.new_zeros(world * world).scatter_add_(0, pairs, torch.ones_like(pairs)).tolist()
     table = [counts[s * world : (s + 1) * world] for s in range(world)]
     _check_rows(max(map(sum, zip(*table, strict=True))))  # the same on every rank
     received = [row[group.rank] for row in table]
     first = sum(sum(row[: group.rank]) for row in table)
-    by_expert, order = every.sort(stable=True)
+    by_expert, order = flat.sort(stable=True)
     mine = slice(first, first + sum(received))
     order, own_experts = order[mine], expert_range(experts, group)
     bounds = torch.arange(own_experts.start, own_experts.stop + 1, device=device, dtype=by_expert.dtype)
@@ -259,19 +259,19 @@ class TokenRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Dispatch) -> Tensor:
-        ctx.call = way
+    def forward(ctx: Any, x: Tensor, dispatched: Dispatch) -> Tensor:
+        ctx.call = dispatched
         kernels = select("routing", x.device.type)
-        if way.travels or way.arrival is None:
-            return way.to_owners(kernels.spread_rows(way.own_tokens(x), way.places))
-        return kernels.gather_rows(x, way.order, way.slots)
+        if dispatched.travels or dispatched.arrival is None:
+            return dispatched.to_owners(kernels.spread_rows(dispatched.own_tokens(x), dispatched.places))
+        return kernels.gather_rows(x, dispatched.order, dispatched.slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None]:
-        way: Dispatch = ctx.call
+        dispatched: Dispatch = ctx.call
         combine = select("routing", drows.device.type).combine
-        return way.all_tokens(combine(way.to_tokens(drows.contiguous()), None, way.places)), None
+        return dispatched.all_tokens(combine(dispatched.to_tokens(drows.contiguous()), None, dispatched.places)), None
 
 
 class Combine(torch.autograd.Function):
@@ -282,32 +282,32 @@ class Combine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, way: Dispatch) -> Tensor:
-        arrived = way.to_tokens(rows)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, dispatched: Dispatch) -> Tensor:
+        arrived = dispatched.to_tokens(rows)
         ctx.save_for_backward(arrived if ctx.needs_input_grad[1] else None, weights)
-        ctx.call = way
-        y = select("routing", rows.device.type).combine(arrived, way.own_tokens(weights), way.places)
-        return way.all_tokens(y)
+        ctx.call = dispatched
+        y = select("routing", rows.device.type).combine(arrived, dispatched.own_tokens(weights), dispatched.places)
+        return dispatched.all_tokens(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         arrived, weights = ctx.saved_tensors
-        way: Dispatch = ctx.call
+        dispatched: Dispatch = ctx.call
         kernels = select("routing", dy.device.type)
         drows = dweights = None
-        if way.arrival is None and all(ctx.needs_input_grad[:2]):
-            drows, dots = kernels.combine_backward(dy, weights, arrived, way.places)
+        if dispatched.arrival is None and all(ctx.needs_input_grad[:2]):
+            drows, dots = kernels.combine_backward(dy, weights, arrived, dispatched.places)
             return drows, dots.to(weights.dtype), None
         if ctx.needs_input_grad[0]:
-            if way.travels:
-                own = way.own_tokens(dy), way.own_tokens(weights)
-                drows = way.to_owners(kernels.combine_backward_rows(*own, way.departure))
+            if dispatched.travels:
+                own = dispatched.own_tokens(dy), dispatched.own_tokens(weights)
+                drows = dispatched.to_owners(kernels.combine_backward_rows(*own, dispatched.departure))
             else:
-                drows = kernels.combine_backward_rows(dy, weights, way.order)
+                drows = kernels.combine_backward_rows(dy, weights, dispatched.order)
         if ctx.needs_input_grad[1]:
-            dots = kernels.combine_backward_weights(way.own_tokens(dy), arrived, way.places)
-            dweights = way.all_tokens(dots.to(weights.dtype))
+            dots = kernels.combine_backward_weights(dispatched.own_tokens(dy), arrived, dispatched.places)
+            dweights = dispatched.all_tokens(dots.to(weights.dtype))
         return drows, dweights, None
 
 
@@ -367,6 +367,8 @@ class GroupedLinear(torch.autograd.Function):
     rows [R, K]     weight and bias: this rank's parts of [E, N, K] and [E, N]; transposed: of [E, K, N]     y [R, N]
     drows = dy W[e]        dW[e] = dyᵀ rows        db[e] = column sums of dy, each over the rows of e in their order
 
+    stored: how the weight and the bias are. partial: where their gradients go if not to .grad.
+
     The weights of the experts are whole in the product only: backward receives them once more. To keep them would take
     as much memory as all parameters of the layer on this rank.
     """
@@ -384,10 +386,9 @@ class GroupedLinear(torch.autograd.Function):
         partial: PartialSums | None,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.partial = partial
-        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.call, ctx.of_bias = stored
-        ctx.transposed, ctx.gemm_fn = transposed, gemm_fn
+        ctx.transposed, ctx.gemm_fn, ctx.partial = transposed, gemm_fn, partial
+        ctx.bias_dtype = None if bias is None else bias.dtype
         w = stored[0].of_owner(weight)
         b = None if bias is None else stored[1].of_owner(bias)
         return grouped_matmul(gemm_fn, rows, w if transposed else w.mT, offsets, bias=b)
@@ -403,17 +404,18 @@ class GroupedLinear(torch.autograd.Function):
         if need_rows:
             w = of_weight.of_owner(weight)
             drows = grouped_matmul(gemm_fn, dy, w.mT if ctx.transposed else w, offsets)
-        if need_w:
+        of_parameters: PartialSums | None = ctx.partial
+        summed_rows = offsets if of_parameters is None else of_parameters.offsets
+        if need_w and (of_parameters is None or of_parameters.is_wanted(0)):
             a, b = (rows, dy) if ctx.transposed else (dy, rows)
-            if ctx.partial is not None and ctx.partial.is_wanted(0):
-                ctx.partial.add(0, grouped_outer(gemm_fn, a, b, ctx.partial.offsets, out_dtype=weight.dtype))
-            elif ctx.partial is None:
-                dw = of_weight.to_shards(grouped_outer(gemm_fn, a, b, offsets, out_dtype=weight.dtype))
-        if need_b:
-            if ctx.partial is not None and ctx.partial.is_wanted(1):
-                ctx.partial.add(1, grouped_column_sums(gemm_fn, dy, ctx.partial.offsets, out_dtype=ctx.bias_dtype))
-            elif ctx.partial is None:
-                db = of_bias.to_shards(grouped_column_sums(gemm_fn, dy, offsets, out_dtype=ctx.bias_dtype))
+            dw = grouped_outer(gemm_fn, a, b, summed_rows, out_dtype=weight.dtype)
+        if need_b and (of_parameters is None or of_parameters.is_wanted(1)):
+            db = grouped_column_sums(gemm_fn, dy, summed_rows, out_dtype=ctx.bias_dtype)
+        if of_parameters is not None:
+            of_parameters.add(dw, db)
+            return drows, *[None] * 7
+        dw = None if dw is None else of_weight.to_shards(dw)
+        db = None if db is None else of_bias.to_shards(db)
         return drows, dw, db, None, None, None, None, None
 
 
@@ -434,39 +436,28 @@ class PartialSums:
         parameter: Any = self.parameters[place]
         return is_wanted(parameter)
 
-    def add(self, place: int, sums: Tensor) -> None:
-        """sums [E_r * count, ..] or [E_r, ..], of the weight (place 0) or the bias (1).
+    def add(self, *sums: Tensor | None) -> None:
+        """Of the weight and the bias, [E_r * count, ..] or [E_r, ..]; None where there is none.
 
         Raises:
             RuntimeError: nobody reads them any more: the forward was made when somebody did.
         """
-        parameter: Any = self.parameters[place]
-        waiting = partial_gradients_of(parameter)
-        if waiting is None:
-            raise RuntimeError(
-                f"the MicroBatchTree that sums the gradients of an expert parameter of shape {tuple(parameter.shape)} "
-                "was freed between forward and backward: keep it as long as the model is trained"
-            )
-        own = local_of(parameter)
-        each = sums.to(own.dtype).view(len(own), -1, *own.shape[1:]).unbind(1)
-        waiting.add(parameter, [*each, *[None] * (self.count - len(each))])
+        for parameter, of_all in zip(self.parameters, sums, strict=True):
+            if parameter is None or of_all is None:
+                continue
+            waiting = partial_gradients_of(parameter)
+            if waiting is None:
+                raise RuntimeError(
+                    "the MicroBatchTree that sums the gradients of an expert parameter of shape "
+                    f"{tuple(parameter.shape)} was freed between forward and backward: keep it as long as the model is "
+                    "trained"
+                )
+            own = local_of(parameter)
+            each = of_all.to(own.dtype).view(len(own), -1, *own.shape[1:]).unbind(1)
+            waiting.add(parameter, [*each, *[None] * (self.count - len(each))])
 
 
-_grouped_linear = GroupedLinear.apply
-
-
-def grouped_linear(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    stored: tuple[ExpertWeight, ExpertWeight],
-    transposed: bool,
-    gemm_fn: GemmFn | None,
-    partial: PartialSums | None = None,
-) -> Tensor:
-    """stored: how the weight and the bias are. partial: where their gradients go if not to .grad."""
-    return _grouped_linear(rows, weight, bias, offsets, stored, transposed, gemm_fn, partial)
+grouped_linear = GroupedLinear.apply
 
 
 # --- between the products -------------------------------------------------------------------------------------------
@@ -503,7 +494,13 @@ def check_gate(fn: Callable[[Tensor], Tensor], h: Tensor) -> None:
 
 
 class _Gate(torch.autograd.Function):
-    """fn(h) for a function of each row alone, made of elementwise operators. Backward computes it once more."""
+    """fn(h), h [R, 2 I] -> [R, I], for a function of each row alone, made of elementwise operators.
+
+    An element's bits do not depend on how many rows there are. Backward computes fn once more.
+
+    Raises:
+        ValueError: fn changes h in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -532,10 +529,4 @@ class _Gate(torch.autograd.Function):
         return dh, None
 
 
-def gate(h: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """fn(h), h [R, 2 I] -> [R, I], each element with bits that do not depend on how many rows there are.
-
-    Raises:
-        ValueError: fn changes h in place.
-    """
-    return _Gate.apply(h, fn)
+gate = _Gate.apply

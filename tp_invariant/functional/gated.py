@@ -74,32 +74,23 @@ class GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
+        ctx.settings = (activation,)
         return select(_KERNEL, gate.device.type).torch_gated_forward(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate, dup = select(_KERNEL, gate.device.type).torch_gated_backward(dy, gate, up, ctx.activation)
+        dgate, dup = select(_KERNEL, gate.device.type).torch_gated_backward(dy, gate, up, *ctx.settings)
         need_gate, need_up, _ = ctx.needs_input_grad
         return dgate if need_gate else None, dup if need_up else None, None
-
-
-def _output(gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
-    return [gate.new_empty(gate.shape)]
-
-
-def _restore(ctx: Any, dtypes: Any, activation: str) -> None:
-    ctx.activation = activation
 
 
 gated_activation_of_two = as_custom_op(
     GatedActivation,
     name="gated_activation",
     tensors=("gate", "up"),
-    outputs=_output,
-    restore=_restore,
+    outputs=lambda gate, up, activation: [gate.new_empty(gate.shape)],
     saved=(0, 1),
     makes_all=True,
 )
@@ -120,34 +111,29 @@ class GatedActivationOfHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, up_first: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.activation, ctx.up_first = activation, up_first
+        ctx.settings = activation, up_first
         return select(_KERNEL, x.device.type).torch_gated_forward(*_halves(x, up_first), activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
+        activation, up_first = ctx.settings
         dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-        select(_KERNEL, x.device.type).torch_gated_backward(
-            dy, *_halves(x, ctx.up_first), ctx.activation, out=_halves(dx, ctx.up_first)
-        )
+        kernels = select(_KERNEL, x.device.type)
+        kernels.torch_gated_backward(dy, *_halves(x, up_first), activation, out=_halves(dx, up_first))
         return dx, None, None
 
 
-def _halves_output(x: Tensor, activation: str, up_first: bool) -> list[Tensor]:
+def _half(x: Tensor, *settings: Any) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], x.shape[-1] // 2))]
-
-
-def _restore_halves(ctx: Any, dtypes: Any, activation: str, up_first: bool) -> None:
-    ctx.activation, ctx.up_first = activation, up_first
 
 
 gated_activation_of_halves = as_custom_op(
     GatedActivationOfHalves,
     name="gated_activation_of_halves",
     tensors=("x",),
-    outputs=_halves_output,
-    restore=_restore_halves,
+    outputs=_half,
     saved=(0,),
     makes_all=True,
 )
@@ -168,35 +154,25 @@ class GatedHalves(torch.autograd.Function):
         gate, up = halves(flatten_tokens(x), interleaved=interleaved)
         y = select(_KERNEL, x.device.type).gated_forward(gate, up, activation)
         ctx.save_for_backward(x)
-        ctx.activation, ctx.interleaved = activation, interleaved
+        ctx.settings = activation, interleaved
         return fresh_view(y.contiguous(), (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
+        activation, interleaved = ctx.settings
         rows = flatten_tokens(x)
         dx = torch.empty(rows.shape, device=x.device, dtype=x.dtype)
-        gate, up = halves(rows, interleaved=ctx.interleaved)
-        select(_KERNEL, x.device.type).gated_backward(
-            flatten_tokens(dy), gate, up, ctx.activation, out=halves(dx, interleaved=ctx.interleaved)
-        )
+        (gate, up), grads = (halves(tensor, interleaved=interleaved) for tensor in (rows, dx))
+        select(_KERNEL, x.device.type).gated_backward(flatten_tokens(dy), gate, up, activation, out=grads)
         return fresh_view(dx.contiguous(), x.shape), None, None
-
-
-def _expert_output(x: Tensor, activation: str, interleaved: bool) -> list[Tensor]:
-    return [x.new_empty((*x.shape[:-1], x.shape[-1] // 2))]
-
-
-def _restore_expert(ctx: Any, dtypes: Any, activation: str, interleaved: bool) -> None:
-    ctx.activation, ctx.interleaved = activation, interleaved
 
 
 invariant_gated_halves = as_custom_op(
     GatedHalves,
     name="gated_halves",
     tensors=("x",),
-    outputs=_expert_output,
-    restore=_restore_expert,
+    outputs=_half,
     saved=(0,),
 )

@@ -82,18 +82,14 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, index: Tensor, experts: int) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.experts = experts
+        ctx.settings = (experts,)
         return scores.gather(-1, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros((*index.shape[:-1], ctx.experts)).scatter(-1, index, grad), None, None
-
-
-def _restore_chosen(ctx: Any, dtypes: Any, experts: int) -> None:
-    ctx.experts = experts
+        (index,), (experts,) = ctx.saved_tensors, ctx.settings
+        return grad.new_zeros((*index.shape[:-1], experts)).scatter(-1, index, grad), None, None
 
 
 _chosen = as_custom_op(
@@ -102,7 +98,6 @@ _chosen = as_custom_op(
     tensors=("scores", "index"),
     outputs=lambda scores, index, experts: [scores.new_empty(index.shape)],
     saved=(1,),
-    restore=_restore_chosen,
 )
 
 

@@ -16,7 +16,7 @@ from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, compare_call, share_error
 from ..core.autocast import autocast_dtype
-from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
+from ..core.dtensors import as_local, local_of, refuse_dtensor
 from ..core.elementwise import inside_a_layer
 from ..core.fsdp import resharded_whole
 from ..core.graph_breaks import outside_of_graphs
@@ -132,16 +132,13 @@ class Experts(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("num_experts", num_experts),
-            ("hidden_size", hidden_size),
-            ("intermediate_size", intermediate_size),
-        ):
+        sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
-        known = {**_ACTIVATIONS, **(ACTIVATIONS if gated else {})}
-        if isinstance(activation, str) and activation not in known:
-            names = ", ".join(map(repr, known))
+        activations = {**_ACTIVATIONS, **(ACTIVATIONS if gated else {})}
+        if isinstance(activation, str) and activation not in activations:
+            names = ", ".join(map(repr, activations))
             raise ValueError(f"activation={activation!r} is unknown: choose one of {names}, or give a function")
         if interleaved and not gated:
             raise ValueError("interleaved=True needs gated=True: there is only one kind of inner feature")
@@ -165,15 +162,14 @@ class Experts(ShardedModule):
         self.gemm_fn = check_callable(gemm_fn)
         self._agreed = AgreedCalls(self.group)
         self._agreed_by_holders = AgreedCalls(self.holders) if self.over_data else self._agreed
-        self._checked_gate: tuple | None = None  # what check_gate has found right
+        self._checked_gate: tuple | None = None  # what check_gate has passed
 
         self.up_name = "gate_up_proj" if gated else "up_proj"
         self.SHARDED_PARAMETERS = self._all_names() if bias else self._all_names()[:2]
-        parts = dict(parts_name="TP degree" if not self.by_expert else "expert-parallel degree")
+        name, parts_name = "intermediate_size", "TP degree"
         if self.by_expert:
-            check_divides(num_experts, self.group.size, size_name="num_experts", **parts)
-        else:
-            check_divides(intermediate_size, self.group.size, size_name="intermediate_size", **parts)
+            name, parts_name = "num_experts", "expert-parallel degree"
+        check_divides(sizes[name], self.group.size, size_name=name, parts_name=parts_name)
         for name in self.SHARDED_PARAMETERS:
             shape, spec = self._full_shape(name), self.shard_spec(name)
             if spec.dim is not None:
@@ -255,12 +251,11 @@ class Experts(ShardedModule):
     @outside_of_graphs("the routing decides how many rows a rank has")
     def _forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         with inside_a_layer():
-            return self._compute(x, index, weights)
+            return self._checked(x, index, weights)
 
-    def _compute(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _checked(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         for name, tensor in (("hidden_states", x), ("top_k_index", index), ("top_k_weights", weights)):
-            if is_dtensor(tensor):
-                refuse_dtensor(tensor, f"{name} of {self._name}")
+            refuse_dtensor(tensor, f"{name} of {self._name}")
         dtype = autocast_dtype(x.device)
         x = x if dtype is None else x.to(dtype)
         own = [getattr(self, name, None) for name in self._all_names()]  # a parametrized one is computed
@@ -271,12 +266,12 @@ class Experts(ShardedModule):
                 check_dtype(self.gemm_fn, x, f"hidden_states on rank {self.group.rank}")
         except (TypeError, ValueError, IndexError, NotImplementedError) as error:
             if self.over_data:
-                self._meet(x, index, weights, invariant, error=error)
+                self._gather_counts(x, index, weights, invariant, error=error)
             elif self.group.size > 1:
                 share_error(error, self.group, x.device, self._agreed)
             raise
         if self.group.size > 1 and not self.over_data:
-            self._agree(x, index, weights, invariant)
+            self._compare_over_holders(x, index, weights, invariant)
         up, down, up_bias, down_bias = (
             p if p is None else as_local(p) if dtype is None else as_local(p).to(dtype) for p in own
         )
@@ -311,35 +306,35 @@ class Experts(ShardedModule):
         invariant: bool,
     ) -> Tensor:
         if self.over_data:
-            way = self._dispatch_over_data(x, index, weights, sequence_dim, invariant)
+            dispatched = self._dispatch_over_data(x, index, weights, sequence_dim, invariant)
         else:
-            way = dispatch(index, self.num_experts, self.group, sequence_dim)
+            dispatched = dispatch(index, self.num_experts, self.group, sequence_dim)
         gemm_fn = self.gemm_fn if invariant else stock.gemm
-        rows = token_rows(flatten_tokens(x), way)
-        inner = self._product(self.up_name, rows, up, way, gemm_fn, invariant)
+        rows = token_rows(flatten_tokens(x), dispatched)
+        inner = self._product(self.up_name, rows, up, dispatched, gemm_fn, invariant)
         inner = self._gate_invariantly(inner) if invariant else self._gate(inner)
-        outer = self._product("down_proj", inner, down, way, gemm_fn, invariant)
-        return combine(outer, flatten_tokens(weights), way).view(x.shape)
+        outer = self._product("down_proj", inner, down, dispatched, gemm_fn, invariant)
+        return combine(outer, flatten_tokens(weights), dispatched).view(x.shape)
 
     def _product(
         self,
         name: str,
         rows: Tensor,
         weight: tuple[Tensor, Tensor | None],
-        way: Dispatch,
+        dispatched: Dispatch,
         gemm_fn: GemmFn | None,
         invariant: bool,
     ) -> Tensor:
         partial = None
-        if way.parts is not None:
+        if dispatched.parts is not None:
             own = self._parameters[name]
             assert own is not None
             # with the mode off one sum of all micro-batches: the stock path is to be as it would be without the mode
-            offsets = way.parts if invariant else way.offsets
+            offsets = dispatched.parts if invariant else dispatched.offsets
             partial = PartialSums(
                 offsets, self.group.size // self.holders.size, (own, self._parameters.get(f"{name}_bias"))
             )
-        return grouped_linear(rows, *weight, way.offsets, self._stored(name), self.transposed, gemm_fn, partial)
+        return grouped_linear(rows, *weight, dispatched.offsets, self._stored(name), self.transposed, gemm_fn, partial)
 
     def _gate_invariantly(self, h: Tensor) -> Tensor:
         if self.gate_fn is None and self.gated and self.activation in ACTIVATIONS:
@@ -366,10 +361,8 @@ class Experts(ShardedModule):
             return _WHOLE, _WHOLE
         weight, bias = self.shard_spec(name), self.shard_spec(f"{name}_bias")
         assert isinstance(weight.stride, int) and isinstance(bias.stride, int)
-        return (
-            ExpertWeight(self.group, self.num_experts, weight.dim, weight.stride),
-            ExpertWeight(self.group, self.num_experts, bias.dim, bias.stride),
-        )
+        of_experts = self.group, self.num_experts
+        return ExpertWeight(*of_experts, weight.dim, weight.stride), ExpertWeight(*of_experts, bias.dim, bias.stride)
 
     # --- what a call is checked for ---------------------------------------------------------------------------------
 
@@ -438,7 +431,7 @@ class Experts(ShardedModule):
             ),
         }
 
-    def _agree(self, x: Tensor, index: Tensor, weights: Tensor, invariant: bool) -> None:
+    def _compare_over_holders(self, x: Tensor, index: Tensor, weights: Tensor, invariant: bool) -> None:
         """Compares the call over the ranks that hold the same tokens: all ranks, but for experts over data."""
         same = {} if self.sequence_parallel else {"top_k_index": index, "top_k_weights": weights}
         weight = None if self.over_data else self._parameters.get(self.up_name)
@@ -456,17 +449,17 @@ class Experts(ShardedModule):
             self._check_readers()
             check_ids(index, self.num_experts, name="top_k_index", rank=self.group.rank)
             if self.holders.size > 1:
-                self._agree(x, index, weights, invariant)
+                self._compare_over_holders(x, index, weights, invariant)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            self._meet(x, index, weights, invariant, error=error)
+            self._gather_counts(x, index, weights, invariant, error=error)
             raise
 
         def gather_counts(counts: Tensor) -> list[list[int]]:
-            return self._meet(x, index, weights, invariant, counts)
+            return self._gather_counts(x, index, weights, invariant, counts)
 
         return dispatch_over_data(index, self.num_experts, self.group, self.holders, sequence_dim, gather_counts)
 
-    def _meet(
+    def _gather_counts(
         self,
         x: Tensor,
         index: Tensor,
@@ -488,13 +481,13 @@ class Experts(ShardedModule):
             facts["the ranks of a replica"] = self.holders.size
         if counts is None:
             counts = torch.zeros(self.group.size, dtype=torch.int64, device=x.device)
-        before, call_context.layer = call_context.layer, None
+        layer, call_context.layer = call_context.layer, None
         try:
             table = compare_call(counts, facts, self.group, "expert_parallel_group", error)
             weight = self._parameters.get(self.up_name)
             check_agreement(facts, self.group, x.device, self._agreed, weight, self.shards_may_be_equal)
         finally:
-            call_context.layer = before
+            call_context.layer = layer
         return table
 
     def _check_readers(self) -> None:
