@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ from torch._dynamo.backends.common import aot_autograd
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
-from tp_invariant.consistency import agreement
-from tp_invariant.consistency.agreement import agreed_in
 from tp_invariant.core.layout import TokenSharding
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional.gated import GatedActivation, GatedActivationOfHalves
@@ -420,28 +417,6 @@ def test_checkpoints_in_compiled_code():
     for degree in (1, 2):
         for eager, other in run_ranks(checkpointed, degree):
             assert_bitwise_equal(eager, other)
-
-
-def comparisons(tp_group: Any) -> list[int]:
-    layer = tpi.Linear(32, 16, parallel_mode="column", tp_group=tp_group)
-    torch.compiler.reset()
-    call, x, counts = torch.compile(layer, backend="aot_eager", fullgraph=True), torch.ones(4, 32), []
-    with tpi.set_tp_invariant_mode(True), pytest.MonkeyPatch.context() as patch:
-        for before in ("", "", "forgotten", "checked"):
-            if before == "forgotten":
-                agreed_in(layer.group, layer.weight.layer_number).clear()
-            if before == "checked":
-                patch.setenv("TP_INVARIANT_CHECK", "1")
-            with mock.patch.object(agreement, "compare", wraps=agreement.compare) as compare:
-                call(x)
-            counts.append(compare.call_count)
-    return counts
-
-
-def test_compiled_calls_are_compared_once():
-    """Again when what was agreed on is forgotten, and every time with TP_INVARIANT_CHECK=1."""
-    run_ranks(comparisons, 2)  # ranks compare their environments
-    assert run_ranks(comparisons, 2) == [[1, 0, 1, 1]] * 2
 
 
 def kept(tp_group: Any) -> list[int]:

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -29,8 +28,6 @@ from tp_invariant.batch_invariant import (
     is_batch_invariant_mode_enabled,
     set_batch_invariant_mode,
 )
-from tp_invariant.batch_invariant import dispatch as batch_invariant_dispatch
-from tp_invariant.batch_invariant.ops import REFUSED, REFUSED_OVER_DIMS, ROUTES
 from tp_invariant.functional import attention_choice
 from tp_invariant.kernels.rowwise import reference_softmax
 from tp_invariant.kernels.rowwise import softmax as triton_softmax
@@ -530,17 +527,12 @@ def test_safe_softmax():
     ("error", "text", "call"),
     (
         (TypeError, "aten.mm.default: self is torch.float64: inside", lambda x: torch.mm(x.double(), x.double())),
-        (RuntimeError, "aten.mm.default: self is torch.float64: inside", lambda x: x.double() @ x.double()),
-        (TypeError, "aten.mm.default: self is torch.complex64: inside", lambda x: torch.mm(x.cfloat(), x.cfloat())),
-        (TypeError, "aten._softmax.default: self is torch.float64", lambda x: x.double().softmax(0)),
         (TypeError, "aten.mean.dim: dtype is torch.float64", lambda x: x.mean(0, dtype=torch.float64)),
         (TypeError, "aten.mm.default: self has layout torch.sparse_coo: ", lambda x: torch.mm(x.to_sparse(), x)),
-        (TypeError, "aten.mm.default: mat2 has layout torch.sparse_csr: ", lambda x: torch.mm(x, x.to_sparse_csr())),
         (NotImplementedError, "aten.mm.default: self is on meta: ", lambda x: torch.mm(x.to("meta"), x.to("meta"))),
         (NotImplementedError, "aten.convolution.default: inside", lambda x: F.conv1d(x[None], x[None])),
         (NotImplementedError, "write it as matmul", lambda x: torch.addbmm(x, x[None], x[None])),
         (ValueError, "shapes (4, 4) and (3, 4) cannot be multiplied", lambda x: torch.mm(x, x[:3])),
-        (ValueError, "shapes (4, 4) and (3, 4) cannot be multiplied", lambda x: torch.addmm(x[0], x, x[:3])),
         (ValueError, "(1, 4, 4) and (1, 3, 4) cannot be multiplied", lambda x: torch.bmm(x[None], x[None, :3])),
         (IndexError, "dim 2 is out of range: it must be from -2 to 1", lambda x: x.mean(2)),
         (ValueError, "dropout_p=0.5: inside", lambda x: attend(wide(1, 2, 64), dropout_p=0.5)),
@@ -577,11 +569,6 @@ def test_other_sums_are_refused_over_dims_alone(name):
     assert_bitwise_equal(inside, call(x))
 
 
-def test_integers_are_multiplied_in_any_order():
-    with tpi.batch_invariant():
-        assert torch.arange(1, 7, device=DEVICE).view(2, 3).prod(-1).tolist() == [6, 120]
-
-
 def test_fused_attention_is_refused():
     q = wide(1, 2, 4, 8, dtype=torch.bfloat16)
     flash = f"_scaled_dot_product_flash_attention{'_for_cpu' if DEVICE == 'cpu' else ''}"
@@ -592,16 +579,10 @@ def test_fused_attention_is_refused():
         assert_bitwise_equal(by_name, F.scaled_dot_product_attention(q, q, q))
 
 
-def test_tables():
-    assert not {op._schema.name for op in ROUTES} & set(REFUSED)
-    known = {schema.name for schema in torch._C._jit_get_all_schemas()}
-    assert {name for name in REFUSED if not name.startswith("aten::_scaled")} <= known
-    assert set(REFUSED_OVER_DIMS) <= known - set(REFUSED)
-
-
 def test_integers_are_not_routed():
     x = torch.arange(6, device=DEVICE).view(2, 3)
     with tpi.batch_invariant():
+        assert (x + 1).prod(-1).tolist() == [6, 120]
         assert_bitwise_equal(x.sum(1), torch.tensor([3, 12], device=DEVICE))
         assert_bitwise_equal((x > 1).sum(0), torch.tensor([1, 1, 2], device=DEVICE))
         assert_bitwise_equal(x.sum(1, dtype=torch.float32), torch.tensor([3.0, 12.0], device=DEVICE))
@@ -751,32 +732,6 @@ def test_threads_that_torch_starts_inherit_it():
     assert unit.elsewhere(x).sum() == 8
 
 
-def python_calls(f) -> int:
-    """The number of Python function calls while f runs, without f itself."""
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        f()
-    finally:
-        sys.setprofile(None)
-    return len(calls) - 1
-
-
-def test_operations_that_are_not_routed_call_no_python():
-    x, w = wide(4, 6), wide(6, 6, seed=1)
-    with tpi.batch_invariant():
-        assert python_calls(lambda: (x * 2).relu().view(2, 12).t().contiguous().sqrt().unsqueeze(0).cumsum(1)) == 0
-        assert python_calls(lambda: torch.mm(x, w)) > 0
-    assert python_calls(lambda: torch.mm(x, w).softmax(-1)) == python_calls(lambda: F.linear(x, w)) == 0
-
-
-@pytest.mark.parametrize("name", ("NoSuchKey", "PythonDispatcher", "CPU"))
-def test_a_torch_with_other_keys(name):
-    patched = mock.patch.object(batch_invariant_dispatch, "_BELOW", name)
-    with patched, pytest.raises(RuntimeError, match=f"DeferredInit and {name}, which"):
-        batch_invariant_dispatch._keys()
-
-
 SUMS_AS_OUTSIDE = """
 import torch, torch.nn.functional as F
 from tp_invariant.batch_invariant import batch_invariant
@@ -852,13 +807,6 @@ def test_under_other_modes(mode_first):
     assert {"aten::addmm", "aten::silu", "aten::_softmax"} <= set(seen)
     with tpi.batch_invariant():
         assert_bitwise_equal(y, f(x))
-
-
-def test_fake_tensors():
-    with tpi.batch_invariant(), FakeTensorMode():
-        x = torch.empty(3, 4, 5)
-        y = layer_of(torch.empty(6, 5), torch.empty(6))(x)
-        assert y.shape == (3, 4, 6) and x.double().matmul(x.double().mT).shape == (3, 4, 4)
 
 
 def test_transforms_of_functions():

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
-import weakref
-
 import pytest
 import torch
 from meshes import init_device_mesh, mesh_or_group
@@ -279,66 +274,6 @@ def test_torchs_state_dicts_and_checkpoints(tmp_path):
         for other in {1, 2, 4} - {size}:
             for result in run_ranks(from_dcp, other, "mesh", str(folder)):
                 testing.assert_bitwise_equal(result, expected)
-
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "adamw, one by one": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
-    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
-    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-}
-
-
-def optimized(tp_group, kind):
-    results = {}
-    for name, make_optimizer in OPTIMIZERS.items():
-        model = Model(mesh_or_group(tp_group, kind), 0)
-        optimizer = make_optimizer(model.parameters())
-        for i in range(3):
-            step(model, optimizer, i)
-        results[name] = tpi.full_state_dict(model)
-    own = tpi.clip_grad_norm_(model.parameters(), 1e9)
-    torchs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    if kind == "mesh":
-        assert type(torchs) is DTensor
-        torch.testing.assert_close(torchs.full_tensor(), own)
-    return results
-
-
-def test_optimizers():
-    """As with plain shards. torch's own clipping is right in value, too."""
-    for size in (1, 2):
-        plain = run_ranks(optimized, size, "group")
-        testing.assert_bitwise_equal(run_ranks(optimized, size, "mesh"), plain)
-
-
-def offered_in_boxes(tp_group):
-    """Whether a tensor of a state dict is freed that a checkpoint has asked for its boxes."""
-    layer = tpi.Linear(8, 16, parallel_mode="column", partition_stride=2, tp_group=mesh_or_group(tp_group, "mesh"))
-    state = layer.state_dict()["weight"]
-    assert len(state.__create_write_items__("weight", state)) == 2
-    with pytest.raises(ValueError, match="a copy of a state dict's tensor of shape"):
-        copy.deepcopy(state).__create_write_items__("weight", state)
-    assert "__create_write_items__" not in vars(pickle.loads(pickle.dumps(state))._local_tensor)
-    freed = weakref.ref(state._local_tensor)
-    del layer, state
-    gc.collect()
-    return freed() is None
-
-
-def test_boxes_keep_nothing_alive():
-    assert run_ranks(offered_in_boxes, 2) == [True, True]
-
-
-def torch_refuses(tp_group):
-    model = Model(mesh_or_group(tp_group, "mesh"), 0)
-    model(torch.arange(12)).square().sum().backward()
-    return refused(RuntimeError, torch.optim.Adafactor(model.parameters()).step)
-
-
-def test_what_torch_refuses():
-    for adafactor in run_ranks(torch_refuses, 2):
-        assert "placement" in adafactor
 
 
 # --- fully_shard over data parallel ranks -----------------------------------------------------------------------------

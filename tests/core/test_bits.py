@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import struct
 
 import pytest
@@ -64,13 +63,6 @@ def test_every_single_bit_is_compared(dtype):
         flipped = x.clone()
         flipped.view(torch.uint8).view(5, -1)[3, bit // 8] ^= 1 << (bit % 8)
         assert differs(x, flipped), f"bit {bit}"
-
-
-def test_one_element_of_a_large_tensor_is_compared():
-    x = torch.zeros(1000, 1000)
-    y = x.clone()
-    y[-1, -1] = 1e-45
-    assert differs(x, y)
 
 
 def test_negative_zero_is_not_zero():
@@ -151,16 +143,6 @@ def test_strides_of_dims_of_size_one_are_not_compared(dtype):
         assert not differs(odd, torch.tensor(odd.tolist(), dtype=dtype))
 
 
-def test_an_expanded_tensor_equals_its_copy():
-    x = torch.tensor([1.0, 2.0]).expand(3, 2)
-    assert not differs(x, x.contiguous())
-
-
-def test_requires_grad_and_the_type_parameter_are_not_compared():
-    x = torch.ones(3)
-    assert not differs(torch.nn.Parameter(x), x)
-
-
 def test_lazily_conjugated_and_negated_views_are_their_values():
     z = torch.tensor([1 + 2j, 3 - 4j])
     assert not differs(z.conj(), z.conj().resolve_conj())
@@ -174,12 +156,6 @@ def test_raw_bytes_are_little_endian_rows():
     assert raw_bytes(x).tolist() == expected
     assert raw_bytes(torch.tensor(True)).tolist() == [[1]]
     assert raw_bytes(torch.zeros(0, 4)).shape == (0, 4)
-
-
-def test_digest_is_64_hex_digits_and_repeats():
-    nest = {"y": sample(torch.bfloat16), "more": [1, None, "x", Pair(0.5, sample(torch.int8))]}
-    assert re.fullmatch("[0-9a-f]{64}", digest(nest))
-    assert digest(nest) == digest(nest)
 
 
 def test_names_of_leaves():

@@ -1,6 +1,5 @@
 """Gradients summed over micro-batches and ranks: one tree, the same bits at every DP and TP degree, the right sum."""
 
-import math
 import re
 from unittest import mock
 
@@ -85,24 +84,6 @@ def test_shares_meet_in_the_same_tree(leaves):
             for node in part.nodes:
                 whole.push(*node)
         assert whole.root() == text(0, leaves)
-
-
-def test_the_buffers_are_as_many_as_documented():
-    def most_at_once(share, leaves):
-        tree, most = BinaryTree(leaves, lambda left, right: None), 0
-        for leaf in share:
-            most = max(most, len(tree.nodes) + 1)  # those there are, and the one that comes
-            tree.push(0, leaf, None)
-        return most, len(tree.nodes)
-
-    for k in range(6):
-        for rank in range(4):
-            most, left = most_at_once(range(rank << k, (rank + 1) << k), 4 << k)
-            assert (most, left) == (k + 1, 1)
-    for leaves in (24, 40, 63):
-        for first in range(leaves):
-            for last in range(first + 1, leaves + 1):
-                assert most_at_once(range(first, last), leaves)[0] <= 2 * math.log2(last - first) + 1
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 6, 8, 12])
@@ -477,8 +458,6 @@ def build(tp_group, micro_batches, shapes):
     "micro_batches, shapes, what",
     [
         ((4, 8), ([3], [3]), "micro_batches is 4 on rank 0; 8 on rank 1"),
-        ((0, 8), ([3], [3]), "micro_batches is 0 on rank 0; 8 on rank 1"),
-        ((4, 4.0), ([3], [3]), "micro_batches is 4 on rank 0; 4.0 on rank 1"),
         ((8, 8), ([3, 4], [3]), "number of parameters is 2 on rank 0; 1 on rank 1"),
         ((8, 8), ([3, 4], [3, 5]), "parameter 1 is 'torch.float32 (4,)' on rank 0; 'torch.float32 (5,)' on rank 1"),
     ],
@@ -511,12 +490,6 @@ def add_and_reduce(tp_group, counts_of_ranks, main_grad=(False, False)):
             "once after the backward of each index in `share`",
         ),
         (
-            ([None] * 4, [None] * 2),
-            RuntimeError,
-            "the 2 ranks of dp_group added [4, 2] micro-batches, but micro_batches=4 gives them [2, 2]: call add() "
-            "once after the backward of each index in `share`",
-        ),
-        (
             ([1, 1], [1, None]),
             RuntimeError,
             "the 2 ranks of dp_group gave count= to [2, 1] of [2, 2] calls of add(): give it to all of them or to none",
@@ -528,7 +501,7 @@ def add_and_reduce(tp_group, counts_of_ranks, main_grad=(False, False)):
             "step without tokens on every rank",
         ),
     ],
-    ids=["too-few", "too-many", "some-counts", "no-tokens"],
+    ids=["too-few", "some-counts", "no-tokens"],
 )
 def test_ranks_that_add_differently(counts, kind, text):
     assert message_of(add_and_reduce, 2, counts) == (kind, text)
@@ -551,12 +524,6 @@ def steps_with_counts(tp_group, counts_of_steps):
 
 def test_a_step_after_an_error_starts_anew():
     assert run_ranks(steps_with_counts, 2, (0, 1, 2)) == [["the counts", [2.5] * 3, [1.25] * 3]] * 2
-
-
-def test_main_grad_on_one_rank_alone():
-    kind, text = message_of(add_and_reduce, 2, ([None] * 2,) * 2, (True, False))
-    expected = "the 2 ranks of dp_group disagree: main_grad is [True, False]; pass the same on every rank"
-    assert (kind, text) == (RuntimeError, expected)
 
 
 def test_no_group():

@@ -50,16 +50,6 @@ def draws():
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_of_the_table_is_complete():
-    assert len(BY_NAME) == len(SETTINGS)
-    for setting in SETTINGS:
-        assert setting.why and setting.cost and setting.where in ("env", "torch"), setting.name
-        assert setting.profiles and set(setting.profiles) <= set(PROFILES), setting.name
-        assert (setting.started is not None) == (setting.where == "env"), setting.name
-        assert setting.value not in setting.accepted
-    assert {s.name for s in SETTINGS if "wire" in s.profiles} <= {s.name for s in SETTINGS if "vllm" in s.profiles}
-
-
 FRESH = """
 from tp_invariant.determinism.settings import SETTINGS
 print([setting.name for setting in SETTINGS if setting.read() != setting.default])
@@ -120,16 +110,6 @@ def test_exceptions_restore_and_contexts_nest():
     assert values() == before
     assert_bitwise_equal(torch.get_rng_state(), state)
     assert not any(determinism._written.values())
-
-
-def test_as_a_decorator():
-    @determinism.deterministic(5)
-    def drawn():
-        return torch.are_deterministic_algorithms_enabled(), torch.rand(2)
-
-    first, second = drawn(), drawn()
-    assert first[0] and not torch.are_deterministic_algorithms_enabled()
-    assert_bitwise_equal(first[1], second[1])
 
 
 # --- seeds ----------------------------------------------------------------------------------------------------------
@@ -232,17 +212,6 @@ def test_what_cuda_read_inside_stays(monkeypatch):
     del os.environ["CUBLAS_WORKSPACE_CONFIG"]  # the control
     with pytest.raises(RuntimeError, match="CUDA has started"):
         determinism.enable(0)
-
-
-def test_the_seed_that_cuda_will_start_with_is_restored(monkeypatch):
-    seeds = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    torch.manual_seed(9)
-    torch.rand(3)
-    with determinism.deterministic(7):
-        torch.rand(3)
-    assert seeds == [9, 7, 9]
 
 
 def test_after_nccl_has_started(monkeypatch):

@@ -94,16 +94,6 @@ def test_an_error_in_the_gate_through_the_command(tmp_path):
     assert claim_named(facts, "CPU: the bundled GEMM")["status"] == HOLDS
 
 
-def test_a_check_variable_that_every_call_would_refuse(monkeypatch, capsys):
-    no_checks(monkeypatch)
-    monkeypatch.setenv("TP_INVARIANT_CHECK", "yes")
-    assert main(["doctor", "--json"]) == 1
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["gate"]["mode"] in ("on", "off")
-    for text in (facts["gate"]["error"], claim_named(facts, "gate's variables")["detail"]):
-        assert "TP_INVARIANT_CHECK='yes' is not understood" in text
-
-
 def test_a_gemm_that_splits_by_shape_does_not_hold(monkeypatch, capsys):
     def splits(a, b, *, bias=None, out_dtype=None):
         parts = zip(a.chunk(1 + a.shape[0] % 3, 1), b.chunk(1 + a.shape[0] % 3, 0), strict=True)
@@ -164,15 +154,6 @@ def test_versions_are_compared_with_the_tested_ones(found, status, text):
     claim = doctor._version("torch", found, doctor.TESTED_TORCH)
     assert claim.status == status and text in claim.detail
     assert bool(claim.next_step) == (status != HOLDS)
-
-
-def test_a_gpu_that_is_not_hopper(monkeypatch):
-    no_checks(monkeypatch)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    facts = {"gemm": {"kernel": "Triton, generic", "tiles measured here": False}}
-    model, speed = doctor._of_gpus(facts)
-    assert model.status == speed.status == UNCHECKED and speed.detail == "Triton, generic: same contract"
 
 
 def test_matrix_units_that_are_listed_and_trapped(monkeypatch, capsys):

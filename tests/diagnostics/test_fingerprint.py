@@ -70,26 +70,6 @@ def test_the_same_twice_and_for_any_number_of_threads(monkeypatch):
     assert found[0] == found[1]
 
 
-def test_lines_are_in_order_and_have_different_keys(small):
-    lines = fingerprint("cpu")
-    keys = [line.key for line in lines]
-    assert len(set(keys)) == len(keys)
-    assert len({line.digest for line in lines}) == len(lines)
-    assert keys[:2] == ["gemm.forward bfloat16 7x9x100", "gemm.forward+bias bfloat16 7x9x100"]
-    assert keys[-1] == "embedding.dweight float32 5x70"
-    assert {"attention.dq float32 4x2x7x7x16", "attention.decode.out bfloat16 4x2x1x56x16"} < set(keys)
-    assert {line.name for line in lines} == {
-        *(f"gemm.{what}" for what in ("forward", "forward+bias", "dgrad", "wgrad", "wgrad.float32")),
-        *(f"layernorm.{what}" for what in ("y", "dx", "dweight", "dbias")),
-        *(f"rmsnorm.{what}" for what in ("y", "dx", "dweight")),
-        *(f"cross_entropy.{what}" for what in ("loss", "dlogits")),
-        *(f"attention.{what}" for what in ("out", "dq", "dk", "dv", "decode.out")),
-        *(f"attention.window.{what}" for what in ("out", "dq", "dk", "dv")),
-        *("softmax", "log_softmax", "row_sums", "embedding.dweight"),
-    }
-    assert {line.dtype for line in lines} == set(DTYPES)
-
-
 def test_every_result_is_finite(monkeypatch):
     """A NaN would hide the values that led to it."""
     seen = []

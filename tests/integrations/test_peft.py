@@ -576,24 +576,6 @@ def test_options_that_are_not_supported(name):
     assert text.startswith(f"{name}={UNSUPPORTED[name]!r} of the LoraConfig on rank 0 is not supported")
 
 
-def adapters_of_experts(tp_group):
-    model = tpi.parallelize(build("qwen2_moe"), tp_group)
-    before = {name: type(module) for name, module in model.named_modules()}
-    found = refused(ValueError, lambda: with_lora(model, register(config_of(target_modules=r".*\.experts"))))
-    assert {name: type(module) for name, module in model.named_modules()} == before
-    return found
-
-
-def test_adapters_of_experts_are_refused():
-    """Their weights are no linear layer's. PEFT's own way to them is target_parameters, refused by its name."""
-    for text in run_ranks(adapters_of_experts, 2):
-        assert "Experts(4, 64, 32" in text and "is not supported" in text
-    name = "mlp.experts.gate_up_proj"
-    text = refused(ValueError, lambda: register(config_of(target_modules=["q_proj"], target_parameters=[name])))
-    assert text.startswith(f"target_parameters=['{name}'] of the LoraConfig on rank 0 is not supported")
-    assert "leave it None. PEFT makes it of target_modules ('all-linear' too) that are experts or a router" in text
-
-
 class Linear4bit(nn.Linear):
     """As quantised layers are: an nn.Linear whose weight holds packed numbers in another shape."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 
 import cloudpickle
 import pytest
@@ -387,22 +386,6 @@ def parametrized() -> nn.Module:
     return linear
 
 
-def alone_with_hooks(tp_group):
-    for how in (torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm):
-        torch.manual_seed(0)
-        linear = how(nn.Linear(4, 4))
-        with pytest.raises(ValueError, match=r"weight of the Linear that was given to replicate_ .*nn\.Sequential"):
-            tpi.replicate_(linear, on_mesh(tp_group))
-        around = tpi.replicate_(nn.Sequential(linear), on_mesh(tp_group))
-        around(torch.ones(2, 4)).square().sum().backward()
-        assert {type(p.grad) for p in around.parameters()} == {DTensor}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-def test_hooks_that_compute_a_weight_of_a_module_alone():
-    run_ranks(alone_with_hooks, 2)
-
-
 FOREIGN = {
     "only reads": OnlyReads,
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
@@ -455,50 +438,6 @@ def test_modules_that_read_parameters_in_ways_of_their_own_and_their_copies():
     with tpi.set_tp_invariant_mode(True):
         plain = run_ranks(kinds_of_foreign, 2, "group")
         testing.assert_bitwise_equal(run_ranks(kinds_of_foreign, 2, "mesh"), plain)
-
-
-def parametrized_later(tp_group):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    tpi.replicate_(module, on_mesh(tp_group))
-    nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Tanh())
-    twin = copy.deepcopy(module)
-    old, new = (m[0].parametrizations.weight.original for m in (module, twin))
-    assert type(new) is DTensor and local_of(new).data_ptr() != local_of(old).data_ptr()
-    testing.assert_bitwise_equal(new.full_tensor(), old.full_tensor())
-
-
-def test_a_module_that_is_parametrized_later_can_be_copied():
-    run_ranks(parametrized_later, 2)
-
-
-def another_thread(tp_group):
-    """One thread is inside a forward while another reads the parameters."""
-    tp = on_mesh(tp_group)
-    inside, read = threading.Event(), threading.Event()
-
-    class Waits(nn.Linear):
-        def forward(self, x):
-            if not inside.is_set():
-                inside.set()
-                assert read.wait(60)
-            return super().forward(x)
-
-    torch.manual_seed(0)
-    model = tpi.replicate_(nn.Sequential(Waits(8, 8)), tp)
-    x, seen = torch.randn(4, 8), []
-    other = threading.Thread(target=lambda: seen.append(model(x).detach()))
-    other.start()
-    assert inside.wait(60)
-    kind = type(model[0].weight)
-    read.set()
-    other.join()
-    assert kind is DTensor
-    testing.assert_bitwise_equal(seen[0], model(x).detach())
-
-
-def test_forwards_are_counted_for_each_thread():
-    run_ranks(another_thread, 2)
 
 
 def written_between(tp_group, kind):

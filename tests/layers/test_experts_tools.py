@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from meshes import mesh_or_group
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import tp_invariant as tpi
 from tp_invariant import checkpoint
-from tp_invariant.core.elementwise import AroundLayers
 from tp_invariant.functional import experts
 from tp_invariant.layers import adapters
 from tp_invariant.layers import experts as experts_layer
@@ -128,24 +126,6 @@ def test_a_checkpoint_goes_to_another_degree_and_another_way_of_storing(tmp_path
     for by_expert in (False, True):
         for read in run_ranks(load, 4, str(tmp_path / "a"), by_expert):
             assert_bitwise_equal(read, wrote)
-
-
-def logged(tp_group, path):
-    model = build(tp_group)
-    with tpi.DigestLog(path, model, tp_group=tp_group) as log:
-        for step in range(2):
-            loss = model(tokens(step)).square().mean()
-            loss.backward()
-            log.write(step, loss=loss)
-
-
-def test_logs_of_digests_are_the_same(tmp_path):
-    texts = []
-    for degree in (1, 4):
-        path = tmp_path / f"{degree}.log"
-        run_ranks(logged, degree, str(path))
-        texts.append(path.read_text().partition("\n"))  # the first line names the degree
-    assert texts[0][2] == texts[1][2] and "experts.gate_up_proj" in texts[0][2]
 
 
 # --- copies, other parameters, autocast, batch_invariant ------------------------------------------------------------
@@ -305,40 +285,3 @@ def test_a_learned_activation_is_refused():
         layer(*arguments)
     layer.activation.requires_grad_(False)
     assert layer(*arguments).shape == (3, 7, HIDDEN)
-
-
-# --- the mode of a model's own router -------------------------------------------------------------------------------
-
-
-class Names(TorchFunctionMode):
-    """What torch is asked for while the mode is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class NamesAroundLayers(Names, AroundLayers):
-    """The same of what a model's own code asks for, and not this library's layers."""
-
-
-def test_experts_leave_the_mode_in_which_a_models_own_router_runs():
-    """The controls: another mode sees what they do, and this one what comes after them, or after an error in them."""
-    layer = tpi.Experts(4, 8, 8)
-    index = torch.zeros(3, 2, dtype=torch.int64)
-    x, weights = torch.ones(3, 8), torch.ones(3, 2)
-    with Names() as mode:
-        want = layer(x, index, weights)
-    assert len(mode.names) > 10
-    with NamesAroundLayers() as mode:
-        got = layer(x, index, weights)
-        inside = len(mode.names)
-        with pytest.raises(ValueError, match="hidden_states has shape"):
-            layer(x[:, 1:], index, weights)
-        x.add(1)
-    assert inside == 0 and mode.names[-1] is Tensor.add
-    assert_bitwise_equal(got, want)

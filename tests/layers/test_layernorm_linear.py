@@ -6,13 +6,11 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 from torch import nn
 
 import tp_invariant as tpi
 from tp_invariant.functional.norm import ROWS_PER_SUM
-from tp_invariant.layers import layernorm_linear, linear
 from tp_invariant.testing import assert_bitwise_equal, run_ranks
 
 NORMS = ("LayerNorm", "RMSNorm")
@@ -119,34 +117,6 @@ def test_meta_device():
     assert layer.layer_norm_weight.partition_dim == -1 and layer.weight.partition_dim == -1
 
 
-def test_what_a_call_was_checked_for_is_looked_at_again():
-    """A layer remembers what it has checked: options that change later hold at once, and so do the errors."""
-    torch.manual_seed(0)
-    layer, x = tpi.LayerNormLinear(16, 8, normalization="RMSNorm"), torch.randn(4, 16)
-    with tpi.set_tp_invariant_mode(True), torch.no_grad():
-        first = layer(x)
-        assert_bitwise_equal(layer(x), first)
-        for name, value in {"eps": 1.0, "zero_centered_gamma": True, "normalization": "LayerNorm"}.items():
-            layer.layer_norm_bias = torch.nn.Parameter(torch.zeros(16)) if value == "LayerNorm" else None
-            before = layer(x)
-            setattr(layer, name, value)
-            changed = layer(x)
-            assert not torch.equal(changed, before)
-            options = dict(normalization=layer.normalization, zero_centered_gamma=layer.zero_centered_gamma)
-            other = tpi.LayerNormLinear(16, 8, layer.eps, **options)
-            other.load_state_dict(layer.state_dict())
-            assert_bitwise_equal(changed, other(x))
-        with pytest.raises(ValueError, match=r"x has shape \(4, 15\)"):
-            layer(x[:, 1:])
-        with pytest.raises(TypeError, match=r"x is torch\.float64 and weight is torch\.float32"):
-            layer(x.double())
-        layer.double()
-        with pytest.raises(TypeError, match=r"torch\.float64: the bundled kernels take"):
-            layer(x.double())
-        layer.float()
-        assert_bitwise_equal(layer(x), changed)
-
-
 @pytest.mark.parametrize("norm", NORMS)
 def test_autocast(norm):
     def case(tp_group):
@@ -160,22 +130,6 @@ def test_autocast(norm):
         return x.grad, tpi.testing.full_grads(layer)
 
     tpi.testing.assert_tp_invariant(case, degrees=(1, 2, 4), device="cpu")
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_the_stock_product_has_autocasts_dtype(norm, monkeypatch):
-    """torch's norm gives float32 there, which a gather would move, and which torch.mm does not take beside bfloat16."""
-    products, stock_norm, taken = linear._STOCK, layernorm_linear.stock_norm, []
-    monkeypatch.setattr(layernorm_linear, "stock_norm", lambda *args: stock_norm(*args).float())  # as on a GPU
-    monkeypatch.setattr(linear, "_STOCK", {None: lambda x, *args: taken.append(x.dtype) or products[None](x, *args)})
-    layer, x = tpi.LayerNormLinear(64, 64, normalization=norm), torch.randn(6, 64)
-    with tpi.set_tp_invariant_mode(False), torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer(x)
-        normed = F.layer_norm(x, (64,)) if norm == "LayerNorm" else F.rms_norm(x, (64,), eps=1e-5)
-        want = F.linear(normed, layer.weight, layer.bias)
-    assert taken == [torch.bfloat16]
-    assert y.dtype == want.dtype == torch.bfloat16
-    torch.testing.assert_close(y, want, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))

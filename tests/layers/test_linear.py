@@ -17,7 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import tp_invariant as tpi
 from tp_invariant.diagnostics.verify_case import error
 from tp_invariant.functional import stock
-from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
 MODES = ("column", "row")
@@ -334,13 +333,6 @@ def test_from_linear(mode):
             assert_bitwise_equal(parameters, {"weight": full.weight.detach(), "bias": full.bias.detach()})
 
 
-def test_layernorm_linear_from_linear():
-    full = nn.Linear(24, 48)
-    layer = tpi.LayerNormLinear.from_linear(full, parallel_mode="column", tp_group=None, normalization="RMSNorm")
-    assert_bitwise_equal(layer.weight.detach(), full.weight.detach())
-    assert_bitwise_equal(layer.layer_norm_weight.detach(), torch.ones(24))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast(mode):
     """The autocast dtype wins; gradients come back in the parameters' dtype; bits do not depend on the degree."""
@@ -425,26 +417,6 @@ def test_selective_checkpointing_gives_the_same_bits():
     assert_bitwise_equal(with_it, tpi.testing.assert_tp_invariant(selective, False, degrees=(1, 4), device="cpu"))
 
 
-def test_selective_checkpointing_of_a_processs_first_products():
-    """They are compared with the elementwise form once, by operators which the recomputed ones do not call."""
-
-    def grads(context_fn):
-        torch.manual_seed(0)
-        mlp = torch.nn.Sequential(tpi.Linear(64, 64), tpi.Linear(64, 64), tpi.ParallelNorm(64))
-        x = torch.randn(16, 64, requires_grad=True)
-        with tpi.set_tp_invariant_mode(True):
-            y = mlp(x) if context_fn is None else checkpoint(mlp, x, use_reentrant=False, context_fn=context_fn)
-            return torch.autograd.grad(y.square().sum(), (x, *mlp.parameters()))
-
-    def policy(context, operator, *args, **kwargs):
-        kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    reference._blas_agrees.cache_clear()
-    found = grads(functools.partial(create_selective_checkpoint_contexts, policy))
-    assert_bitwise_equal(found, grads(None))
-
-
 def test_backward_follows_its_forward():
     """The mode is read in forward: a backward outside the context takes the path of its forward."""
 
@@ -505,18 +477,6 @@ def test_constructor_errors(options, message):
         tpi.Linear(8, 12, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        (dict(gemm_fn=3), TypeError, r"gemm_fn=3 is not callable"),
-        (dict(tp_group="tp"), TypeError, r"tp_group='tp' is a str: pass a ProcessGroup, a 1-D DeviceMesh or None"),
-    ],
-)
-def test_constructor_type_errors(options, kind, message):
-    with pytest.raises(kind, match=message):
-        tpi.Linear(8, 12, **options)
-
-
 def test_sizes_that_the_degree_does_not_divide():
     def build(tp_group, mode):
         tpi.Linear(10, 10, parallel_mode=mode, tp_group=tp_group)
@@ -549,16 +509,6 @@ def test_unsupported_dtype():
     message = r"x on rank 0 is torch.float64: the bundled kernels take torch.bfloat16, torch.float16, torch.float32"
     with tpi.set_tp_invariant_mode(True), pytest.raises(TypeError, match=message):
         layer(torch.randn(2, 8, dtype=torch.float64))
-
-
-def test_late_stride_that_does_not_divide():
-    layer = tpi.Linear(8, 12, parallel_mode="column")
-    layer.weight.partition_stride = 5
-    with pytest.raises(ValueError, match=r"part of out_features=12 is not divisible by weight.partition_stride=5"):
-        layer(torch.randn(2, 8))
-    layer.weight.partition_stride = "two"
-    with pytest.raises(ValueError, match=r"partition_stride='two' is not a positive integer"):
-        layer(torch.randn(2, 8))
 
 
 def test_sequence_that_the_degree_does_not_divide():
@@ -607,24 +557,6 @@ def test_ranks_that_disagree_get_an_error(differs, message, sp):
     assert [type(error) for error in caught.value.errors.values()] == [RuntimeError] * 4
     assert len({str(error) for error in caught.value.errors.values()}) == 1
     assert run_ranks(lambda tp_group: "in step", 4) == ["in step"] * 4
-
-
-def test_agreement_costs_one_collective_for_each_kind_of_call():
-    def case(tp_group):
-        from tp_invariant.consistency import compare
-
-        gathers = []
-        original = compare.gather_major
-        compare.gather_major = lambda *args: gathers.append(1) or original(*args)
-        try:
-            layer = tpi.Linear(8, 16, parallel_mode="column", tp_group=tp_group)
-            for tokens in (3, 3, 5, 3, 5):
-                layer(torch.randn(tokens, 8))
-        finally:
-            compare.gather_major = original
-        return len(gathers)
-
-    assert run_ranks(case, 2) == [2, 2] and run_ranks(case, 1) == [0]
 
 
 def test_the_stock_path_says_so_once(caplog):

@@ -6,19 +6,16 @@ import copy
 import pickle
 import re
 from contextlib import ExitStack, contextmanager
-from typing import ClassVar
 
 import meshes
 import pytest
 import torch
 from ranks import run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tp_invariant as tpi
 from tp_invariant.consistency import agreement
-from tp_invariant.consistency.agreement import AgreedCalls
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.gemm import set_default_gemm_fn
 from tp_invariant.gemm.weights import weight_cache
@@ -230,17 +227,6 @@ def test_ranks_stay_in_step_when_they_forget(make):
     assert run_ranks(many_kinds, 2, make, 150) == [None] * 2
 
 
-def test_nothing_settled_outlives_what_is_agreed_on():
-    agreed = AgreedCalls()
-    agreed.add("a call")
-    assert agreed.store(("a kind",), 1) == agreed.resolved["a kind",] == agreed.store(None, 1) == 1
-    for other in (copy.deepcopy(agreed), pickle.loads(pickle.dumps(agreed))):
-        assert type(other) is AgreedCalls
-        assert (other, other.resolved) == (set(), {}), "another layer, whose first call is yet to come"
-    agreed.clear()
-    assert (agreed, agreed.resolved) == (set(), {})
-
-
 @pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])
 def test_a_copied_layer_has_settled_nothing(layer):
     want = layer(torch.ones(3, 8))
@@ -251,36 +237,6 @@ def test_a_copied_layer_has_settled_nothing(layer):
 
 
 # --- where nothing is compared --------------------------------------------------------------------------------------
-
-
-class Unhashable:
-    tp_invariant_identity: ClassVar = ["a list"]
-
-    def __call__(self, a, b, *, bias=None, out_dtype=None):
-        return matmul(a, b, bias=bias, out_dtype=out_dtype)
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
-def test_one_rank_asks_for_no_names(monkeypatch, enabled):
-    """They would import Triton, ask for a GPU, or read through all that a gemm_fn encloses."""
-    asked = []
-    for name in ("gemm_fn_name", "_costs_text"):
-        monkeypatch.setattr(layers_linear, name, lambda *args: asked.append(1) or "")
-    with tpi.set_tp_invariant_mode(enabled):
-        for gemm_fn in (None, other_gemm, Unhashable()):
-            layer = tpi.Linear(8, 8, gemm_fn=gemm_fn)
-            assert_bitwise_equal(*(layer(torch.ones(3, 8)).detach() for _ in range(2)))
-            assert len(layer._agreed.resolved) == 1
-    assert not asked
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
-@pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])
-def test_fake_tensors_of_a_device_that_is_not_here(layer):
-    with FakeTensorMode(), tpi.set_tp_invariant_mode(False), torch.no_grad():
-        parameters = {name: torch.empty(p.shape, device="cuda") for name, p in layer.named_parameters()}
-        y = functional_call(layer, parameters, (torch.empty(5, 8, device="cuda"),))
-    assert (y.shape, y.device.type) == ((5, 8), "cuda")
 
 
 @pytest.mark.parametrize("layer", [tpi.Linear(8, 8), tpi.LayerNormLinear(8, 8), tpi.ParallelNorm(8)])

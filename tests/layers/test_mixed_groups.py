@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import new_group
 from ranks import run_ranks
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 from torch.nn.utils import parametrizations
 
 import tp_invariant as tpi
@@ -23,17 +23,7 @@ MODES = (True, False)
 
 def group_of(ranks):
     """The process group of these ranks, of which this one is one; the others need not call."""
-    name = c10d.GroupName(f"test_mixed_groups {ranks}")  # new_group's names depend on how many groups a rank has
-    for known in c10d._world.pg_map:
-        if known.group_name == name:
-            return known
-    rank = ranks.index(dist.get_rank())
-    made, _ = c10d._new_process_group_helper(
-        len(ranks), rank, ranks, dist.Backend("gloo"), c10d._get_default_store(), name,
-        timeout=c10d._get_default_timeout(dist.Backend("gloo")),
-    )  # fmt: skip
-    c10d._world.pg_group_ranks[made] = {global_rank: place for place, global_rank in enumerate(ranks)}
-    return made
+    return new_group(tuple(ranks))
 
 
 def split_group(tp_group, size):
@@ -199,21 +189,6 @@ def test_sharded_over_nobody_knows_whom():
         assert norms == pytest.approx([math.sqrt(50)] * 4)
 
 
-def test_megatrons_marks_in_a_job_of_one_process():
-    p = nn.Parameter(torch.zeros(2))
-    p.grad = torch.tensor([3.0, 4.0])
-    mark_sharded(p, 0, 1)
-    assert [clip([p], mode, 1e9).item() for mode in MODES] == [5.0, 5.0]
-
-
-def test_a_tensor_passed_twice_counts_once():
-    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
-    for mode in MODES:
-        p.grad, q.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-        assert clip([p, q, p, p], mode, 2.5).item() == 5.0
-        assert p.grad.tolist() == pytest.approx([1.5, 0.0], rel=1e-5)
-
-
 def test_a_gradient_that_went_into_main_grad():
     layer = tpi.Linear(4, 4, bias=False, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(4, 4)
@@ -347,18 +322,6 @@ def test_whole_gradients_that_differ(kind):
                 optimizer.step()
                 assert not torch.equal(parameters["row"], before)
         return [name for name, p in parameters.items() if p.grad is not None]
-
-    run_ranks(on_rank, 2)
-
-
-def test_whole_gradients_that_do_not_differ():
-    def on_rank(tp_group):
-        with call_check():
-            for mode in MODES:
-                with tpi.set_tp_invariant_mode(mode):
-                    parameters = regions(tp_group, "right")
-                    clip(parameters.values(), mode)
-                    torch.optim.SGD(parameters.values(), lr=0.1).step()
 
     run_ranks(on_rank, 2)
 

@@ -125,18 +125,3 @@ def test_one_rank_saves_as_ever(tmp_path):
         read = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
         dcp.load(read, checkpoint_id=tmp_path)
     assert_bitwise_equal(read["model"], dict(model.state_dict()))
-
-
-def pickled(tp_group, folder):
-    """torch.save writes this rank's parts, by themselves: what refuses them is not among them."""
-    model, optimizer = stepped(tp_group)
-    path = Path(folder, f"{dist.get_rank()}.pt")
-    torch.save((model.state_dict(), optimizer.state_dict()), path)
-    own, states = torch.load(path, weights_only=True)
-    assert_bitwise_equal(dict(own), dict(model.state_dict()))
-    assert_bitwise_equal(states["state"], optimizer.state_dict()["state"])
-    copy.deepcopy(optimizer).load_state_dict(states)
-
-
-def test_torch_save_is_as_ever(tmp_path):
-    run_ranks(pickled, 2, str(tmp_path))

@@ -15,7 +15,6 @@ from torch.optim.optimizer import Optimizer
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.layers.parameters import mark_sharded
-from tp_invariant.optim import trial
 
 
 class Own(Optimizer):
@@ -204,15 +203,6 @@ def test_a_trial_draws_no_random_numbers_of_the_users():
     state = torch.get_rng_state()
     refused(TypeError, Noisy(shards(4, 6)))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_parts_fill_vectors_and_begin_inside_of_blocks():
-    for shape, parts in trial._ALIGNED_PARTS.values():
-        numbers = torch.arange(torch.Size(shape).numel()).view(shape)
-        for dim, part in enumerate(parts):
-            elements = numbers.narrow(dim, part.start, part.stop - part.start)
-            assert elements.numel() % trial.ALIGNED == 0 and elements.numel() > 4096
-            assert elements.flatten()[0] % 8
 
 
 @pytest.mark.skipif(

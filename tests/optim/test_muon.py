@@ -241,13 +241,6 @@ def products(tp_group):
     return len(count.shapes)
 
 
-def test_each_sharded_matrix_has_one_owner():
-    each = 3 * 5  # products of one matrix
-    assert run_ranks(products, 1) == [5 * each]  # the gated weight is two
-    counts = run_ranks(products, 2)
-    assert sum(counts) == (4 + 2) * each and min(counts) == 3 * each
-
-
 def refused(kind, call) -> str:
     with pytest.raises(kind) as caught:
         call()
