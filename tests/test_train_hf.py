@@ -178,22 +178,6 @@ def test_layers_as_graphs_take_the_same_steps(tmp_path):
     assert same, text
 
 
-def test_layers_as_graphs_on_a_cpu_are_refused():
-    options = make_parser().parse_args([*SMALL, "--graph-layers"])
-    with pytest.raises(ValueError, match="is on cpu: CUDA graphs need all of it on the current GPU"):
-        run(None, options, torch.device("cpu"))
-
-
-def test_batches_depend_on_the_seed_and_the_step_alone():
-    options = make_parser().parse_args(SMALL)
-    one, other = (Batches(options, torch.device("cpu")) for _ in range(2))
-    other.at(0)
-    tokens, targets = one.at(5)
-    assert torch.equal(tokens, other.at(5)[0])
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert not torch.equal(tokens, one.at(6)[0])
-
-
 def test_what_does_not_go_with_data_parallel_ranks(capsys):
     for arguments, text in (
         (["--dp", "2", "--save", "x"], "--dp takes none of --save, --resume, --graph-layers and --digest-log"),

@@ -178,42 +178,6 @@ def test_other_uses(kind, unread_parts):
             assert unread == unread_parts
 
 
-def of_a_checkpoint(tp_group, reentrant):
-    group = resolve_group(tp_group)
-    x, weights, dys = tensors(torch.bfloat16, 1)
-    with tpi.set_tp_invariant_mode(True):
-        layers = layers_of(tp_group, weights)
-        local = x.chunk(group.size, 1)[group.rank].clone().requires_grad_()
-
-        def block(local):
-            whole = regions.gather_for_layers(local, tp_group, 1)
-            return tuple(layer(whole) for layer in layers)
-
-        ys = checkpoint(block, local, use_reentrant=reentrant)
-        torch.autograd.backward(ys, [dy.chunk(group.size, -1)[group.rank].contiguous() for dy in dys])
-    dx = gather_dim(local.grad, 1, group) if group.size > 1 else local.grad
-    return [dx, *(gather_dim(layer.weight.grad, 0, group) for layer in layers)]
-
-
-@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
-def test_in_a_checkpoint(reentrant):
-    (want,) = run_ranks(of_a_checkpoint, 1, reentrant)
-    for got in run_ranks(of_a_checkpoint, 2, reentrant):
-        assert_bitwise_equal(got, want)
-
-
-def without_gradient_of_x(tp_group):
-    """A frozen x: what is gathered wants no gradient, and gets no node."""
-    with tpi.set_tp_invariant_mode(True):
-        local = torch.randn(2, 2, K)
-        whole = regions.gather_for_layers(local, tp_group, 1)
-        return whole.requires_grad
-
-
-def test_a_frozen_x_stays_frozen():
-    assert run_ranks(without_gradient_of_x, 2) == [False, False]
-
-
 def of_dim(tp_group, dim):
     """x [B, S, K] gathered along any dim, counted from the front or the back."""
     group, unread = resolve_group(tp_group), []
@@ -239,11 +203,11 @@ def test_dims_from_the_back_and_features(dim, unread_dims):
             assert unread == unread_dims
 
 
-# --- torch.compile --------------------------------------------------------------------------------------------------
+# --- in a checkpoint, and in torch.compile --------------------------------------------------------------------------
 
 
-def compiled(tp_group, backend):
-    """A gradient, and how many parts were unread."""
+def of_a_block(tp_group, kind):
+    """The gradients of a block that gathers x for its layers, and the dims of what was among unread parts."""
     torch.compiler.reset()
     group = resolve_group(tp_group)
     x, weights, dys = tensors(torch.bfloat16, 1)
@@ -258,19 +222,22 @@ def compiled(tp_group, backend):
         local = x.chunk(group.size, 1)[group.rank].clone().requires_grad_()
         gather = regions.gather_for_layers  # torch 2.11 would import this file for a global of it
 
-        @torch.compile(backend=backend)
-        def run(local):
+        def block(local):
             whole = gather(local, tp_group, 1)
-            return [layer(whole) for layer in layers]
+            return tuple(layer(whole) for layer in layers)
 
-        ys = run(local)
+        if kind in ("aot_eager", "eager"):
+            ys = torch.compile(block, backend=kind)(local)
+        else:
+            ys = checkpoint(block, local, use_reentrant=kind == "reentrant")
         torch.autograd.backward(ys, [dy.chunk(group.size, -1)[group.rank].contiguous() for dy in dys])
-    return gather_dim(local.grad, 1, group) if group.size > 1 else local.grad, unread
+    dx = gather_dim(local.grad, 1, group) if group.size > 1 else local.grad
+    return [dx, *(gather_dim(layer.weight.grad, 0, group) for layer in layers)], unread
 
 
-@pytest.mark.parametrize("backend, unread_parts", [("aot_eager", 3), ("eager", 0)])
-def test_in_a_compiled_graph(backend, unread_parts):
-    ((want, _),) = run_ranks(compiled, 1, backend)
-    for got, unread in run_ranks(compiled, 2, backend):
+@pytest.mark.parametrize("kind, unread_parts", [("not reentrant", 3), ("reentrant", 3), ("aot_eager", 3), ("eager", 0)])
+def test_in_a_checkpoint_and_compiled(kind, unread_parts):
+    ((want, _),) = run_ranks(of_a_block, 1, kind)
+    for got, unread in run_ranks(of_a_block, 2, kind):
         assert_bitwise_equal(got, want)
         assert unread == [1] * unread_parts
