@@ -94,15 +94,6 @@ def test_nan_payloads_differ_and_the_same_nan_is_equal():
         (None, 0),
         (None, torch.zeros(())),
         (0.1 + 0.2, 0.3),
-    ],
-)
-def test_dtype_shape_and_kind_are_compared(left, right):
-    assert differs(left, right)
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
         ([1.0, 2.0], [2.0, 1.0]),
         ([1.0], [1.0, 1.0]),
         ({"a": 1.0}, {"b": 1.0}),
@@ -112,14 +103,13 @@ def test_dtype_shape_and_kind_are_compared(left, right):
         (Pair(1.0, 2.0), Pair(2.0, 1.0)),
         (Pair(1.0, 2.0), [1.0, 2.0]),
         ({"1": 0.0}, {1: 0.0}),
+        ([1.0, []], [1.0]),
+        ({"grads": {}}, {}),
+        ([[]], []),
+        (None, []),
     ],
 )
-def test_structure_is_compared(left, right):
-    assert differs(left, right)
-
-
-@pytest.mark.parametrize(("left", "right"), [([1.0, []], [1.0]), ({"grads": {}}, {}), ([[]], []), (None, [])])
-def test_empty_containers_are_compared(left, right):
+def test_dtype_shape_kind_and_structure_are_compared(left, right):
     assert differs(left, right)
 
 
@@ -190,22 +180,6 @@ def test_message_counts_and_shows_the_first_difference():
             torch.tensor(1.0, dtype=torch.bfloat16),
             torch.tensor(1.0078125, dtype=torch.bfloat16),
             "y: 1 of 1 elements differ; the first at index (): 1.0 (0x3f80) against 1.0078125 (0x3f81)",
-        ),
-        (
-            torch.tensor([1, 2, -1], dtype=torch.int8),
-            torch.tensor([1, 2, 3], dtype=torch.int8),
-            "y: 1 of 3 elements differ; the first at index (2,): -1 (0xff) against 3 (0x03)",
-        ),
-        (
-            torch.tensor([True, False]),
-            torch.tensor([True, True]),
-            "y: 1 of 2 elements differ; the first at index (1,): False (0x00) against True (0x01)",
-        ),
-        (
-            torch.tensor([1 + 2j]),
-            torch.tensor([1 + 3j]),
-            "y: 1 of 1 elements differ; the first at index (0,): (1+2j) (0x400000003f800000) against (1+3j) "
-            "(0x404000003f800000)",
         ),
         (
             torch.tensor([0x7FC00000, 0x3F800000], dtype=torch.int32).view(torch.float32),

@@ -391,20 +391,14 @@ def test_backwards_that_count_for_nothing(mesh):
             assert_bitwise_equal(found, results[0])
 
 
-def saved_by_several(world: Any, case: Case, folder: str) -> str:
-    tp_group, dp_group, ep_group = groups(case)
+def saved_by_several(world: Any, case: Case, folder: str) -> None:
+    tp_group, _, ep_group = groups(case)
     torch.manual_seed(3)
-    model = make(case, tp_group, ep_group)
-    tree = MicroBatchTree(model.parameters(), dp_group, micro_batches=4)
-    found = error_text(tpi.checkpoint.save, f"{folder}/refused", model)
-    tpi.checkpoint.save(f"{folder}/a", model, group=world)
-    del tree
-    return found
+    tpi.checkpoint.save(f"{folder}/a", make(case, tp_group, ep_group), group=world)
 
 
 def test_a_checkpoint_of_several_groups_with_the_same_experts(tmp_path):
-    for found in run_ranks(saved_by_several, 4, Case(dp=4, ep=2), str(tmp_path)):
-        assert re.search(r"mixture.experts.* data-parallel ranks \[0, 1, 2, 3\], and the group has", found), found
+    run_ranks(saved_by_several, 4, Case(dp=4, ep=2), str(tmp_path))
     torch.manual_seed(3)
     model = make(Case(), None, ONE_RANK)
     whole = tpi.full_state_dict(model)

@@ -1,6 +1,6 @@
 """Gated activations, Triton's and the CPU's: right, rounded where torch rounds, and every element by itself.
 
-Those for experts, and those with torch's own bits.
+Of two families: gated_, for experts, and torch_gated_, with torch's own bits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
-ACTS = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
-TORCHS = {
-    "silu": lambda gate, up: F.silu(gate) * up,
-    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    "clamped_silu": gpt_oss,
+FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    "relu": F.relu,
 }
-both_activations = pytest.mark.parametrize("activation", ACTS)
-every_activation = pytest.mark.parametrize("activation", TORCHS)
+EXPERTS = ("silu", "gelu_tanh", "clamped_silu")
+# the first part of a kernel's name, and an activation
+PAIRS = [("gated", name) for name in EXPERTS] + [("torch_gated", name) for name in ACTIVATIONS]
+ERF_IS_ANOTHER = DEVICE == "cuda"  # in the CUDA that Triton brings than in torch's
+both_activations = pytest.mark.parametrize("activation", EXPERTS[:2])
+every_pair = pytest.mark.parametrize("family, activation", PAIRS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -46,6 +50,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 @pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
 def kernels(request) -> ModuleType:
     return request.param
+
+
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
 def data(t: int, h: int, dtype: torch.dtype, spread: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,28 +67,38 @@ def skip_where_bfloat16_is_truncated(kernels: ModuleType, dtype: torch.dtype) ->
         pytest.skip("Triton's interpreter rounds to bfloat16 towards zero; float16 tests the same lines")
 
 
-def everything(kernels: ModuleType, gate: Tensor, up: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
-    return [kernels.gated_forward(gate, up, activation), *kernels.gated_backward(dy, gate, up, activation)]
+def backward(kernels: ModuleType, family: str, *args, **options) -> tuple[Tensor, Tensor]:
+    return getattr(kernels, f"{family}_backward")(*args, **options)
 
 
-def torchs(gate: Tensor, up: Tensor, dy: Tensor, activation: str, dtype: torch.dtype) -> list[Tensor]:
-    gate, up = (t.to(dtype, copy=True).requires_grad_() for t in (gate, up))
-    y = TORCHS[activation](gate, up)
-    y.backward(dy.to(dtype))
+def everything(
+    kernels: ModuleType, gate: Tensor, up: Tensor, dy: Tensor, activation: str, family: str = "gated"
+) -> list[Tensor]:
+    y = getattr(kernels, f"{family}_forward")(gate, up, activation)
+    return [y, *backward(kernels, family, dy, gate, up, activation)]
+
+
+def by_torch(gate: Tensor, up: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
+    """With torch's operators and its autograd, on a CPU in full vectors."""
+    gate, up = (x.detach().clone().requires_grad_() for x in (gate, up))
+    y = gpt_oss(gate, up) if activation == "clamped_silu" else in_whole_vectors(FUNCTIONS[activation], gate) * up
+    y.backward(dy)
     return [y.detach(), gate.grad, up.grad]
 
 
-@every_activation
+@every_pair
 @every_dtype
-def test_against_float64(kernels, dtype, activation):
-    """No further from it than torch's own, but for two units of fp32, in which the formulas differ."""
+def test_against_float64(kernels, dtype, family, activation):
+    """No further from it than torch's own, but for a few units of fp32, in which the formulas differ."""
     skip_where_bfloat16_is_truncated(kernels, dtype)
-    args = *data(9, 300, dtype), activation
-    exact = torchs(*args, torch.float64)
-    for got, theirs, value in zip(everything(kernels, *args), torchs(*args, dtype), exact, strict=True):
+    tensors = data(9, 300, dtype)
+    exact = by_torch(*(x.double() for x in tensors), activation)
+    theirs = by_torch(*tensors, activation)
+    share, units = (1.02, 2) if family == "gated" else (1.05, 4)
+    for got, torchs, value in zip(everything(kernels, *tensors, activation, family), theirs, exact, strict=True):
         assert got.dtype == dtype and got.is_contiguous()
-        error, torch_error = (float((t.double() - value).norm() / value.norm()) for t in (got, theirs))
-        assert error <= 1.02 * torch_error + 2 * 2.0**-23, (error, torch_error)
+        errors = [float((t.double() - value).norm() / value.norm()) for t in (got, torchs)]
+        assert errors[0] <= share * errors[1] + units * 2.0**-23, errors
 
 
 @both_activations
@@ -92,25 +110,30 @@ def test_the_activation_is_rounded_before_the_product(kernels, dtype, activation
     y, dgate, dup = everything(kernels, gate, up, dy, activation)
     act = kernels.gated_forward(gate, torch.ones_like(gate), activation)
     assert_bitwise_equal([y, dup], [act * up, dy * act])
-    once = TORCHS[activation](gate.float(), up.float())
+    once = FUNCTIONS[activation](gate.float()) * up.float()
     assert (once.to(dtype) != y).sum() > y.numel() // 20
     plain = kernels.gated_backward(dy * up, gate, torch.ones_like(gate), activation)[0]
     assert_bitwise_equal(dgate, plain)
 
 
-@every_activation
+@every_pair
 @every_dtype
-def test_elements_have_the_bits_of_the_whole(kernels, dtype, activation):
-    """Any rows, any columns, and halves of one tensor."""
-    gate, up, dy = data(5, 70, dtype)
-    whole = everything(kernels, gate, up, dy, activation)
+def test_elements_have_the_bits_of_the_whole(kernels, dtype, family, activation):
+    """Any rows, any columns, in any strides, halves of one tensor, and what a flag negates."""
+    gate, up, dy = data(9, 260, dtype)
+    whole = everything(kernels, gate, up, dy, activation, family)
     both = torch.cat([gate, up], dim=1)
-    assert_bitwise_equal(everything(kernels, *both.chunk(2, dim=1), dy, activation), whole)
-    for part in ((slice(1, 3),), (slice(0, None, 2), slice(3, 38)), (slice(None), slice(69, 70)), (slice(0, 0),)):
-        got = everything(kernels, gate[part], up[part], dy[part], activation)
-        assert_bitwise_equal(got, [t[part].clone(memory_format=torch.contiguous_format) for t in whole], str(part))
-    transposed = everything(kernels, gate.t().contiguous().t(), up, dy, activation)
-    assert_bitwise_equal(transposed, whole)
+    assert_bitwise_equal(everything(kernels, *both.chunk(2, dim=1), dy, activation, family), whole)
+    for part in (
+        (slice(0, 1),), (slice(3, 9), slice(0, 64)), (slice(None), slice(77, 260)),
+        (slice(0, None, 2), slice(3, 38)), (slice(8, 9), slice(259, 260)), (slice(0, 0),),
+    ):  # fmt: skip
+        views = [x[part] for x in (gate, up, dy)]
+        expected = [x[part].clone(memory_format=torch.contiguous_format) for x in whole]
+        for given in (views, [x.t().contiguous().t() for x in views]):
+            assert_bitwise_equal(everything(kernels, *given, activation, family), expected, str(part))
+    negated = torch._neg_view(-gate)
+    assert_bitwise_equal(everything(kernels, negated, up, dy, activation, family), whole)
 
 
 @both_activations
@@ -129,7 +152,7 @@ def test_beyond_the_limits_gradients_are_zero(kernels):
     up = torch.tensor([[1.0, 1.0, 1.0, 1.0, -7.0, 7.0, 7.5, -7.5, -math.inf]], device=DEVICE)
     dy = torch.ones_like(gate)
     y, dgate, dup = everything(kernels, gate, up, dy, "clamped_silu")
-    theirs = torchs(gate, up, dy, "clamped_silu", torch.float32)
+    theirs = by_torch(gate, up, dy, "clamped_silu")
     torch.testing.assert_close([y, dgate, dup], theirs, rtol=3e-6, atol=1e-12)
     assert (dgate == 0).tolist() == [[False, False, True, True, False, False, False, False, True]]
     assert (dup == 0).tolist() == [[False] * 6 + [True] * 3]
@@ -137,52 +160,24 @@ def test_beyond_the_limits_gradients_are_zero(kernels):
     assert nans[0].isnan().all()
 
 
-@every_activation
+@every_pair
 @every_dtype
-def test_written_into_halves_of_one_tensor(kernels, dtype, activation):
+def test_written_into_halves_of_one_tensor(kernels, dtype, family, activation):
     gate, up, dy = data(5, 70, dtype)
-    expected = everything(kernels, gate, up, dy, activation)
+    expected = everything(kernels, gate, up, dy, activation, family)
     for interleaved in (False, True):
         both = torch.stack([gate, up], dim=-1).flatten(1) if interleaved else torch.cat([gate, up], dim=1)
         pair = halves(both, interleaved=interleaved)
         assert_bitwise_equal([x.contiguous() for x in pair], [gate, up])
         grads = torch.full_like(both, 7.0)
         outs = halves(grads, interleaved=interleaved)
-        got = kernels.gated_backward(dy, *pair, activation, out=outs)
-        assert_bitwise_equal([kernels.gated_forward(*pair, activation), *(x.contiguous() for x in got)], expected)
+        got = backward(kernels, family, dy, *pair, activation, out=outs)
+        assert_bitwise_equal([x.contiguous() for x in got], expected[1:])
+        assert_bitwise_equal(everything(kernels, *pair, dy, activation, family), expected)
         assert [x.data_ptr() for x in got] == [x.data_ptr() for x in outs]
 
 
-# --- with torch's bits ------------------------------------------------------------------------------------------------
-
-FUNCTIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
-    "relu": F.relu,
-}
-ERF_IS_ANOTHER = DEVICE == "cuda"  # in the CUDA that Triton brings than in torch's
-every_torch_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
-
-
-def with_torchs_bits(kernels: ModuleType, gate: Tensor, up: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
-    y = kernels.torch_gated_forward(gate, up, activation)
-    return [y, *kernels.torch_gated_backward(dy, gate, up, activation)]
-
-
-def by_torch(gate: Tensor, up: Tensor, dy: Tensor, activation: str) -> list[Tensor]:
-    """With torch's operators and its autograd, on a CPU in full vectors."""
-    gate, up = (x.detach().clone().requires_grad_() for x in (gate, up))
-    y = in_whole_vectors(FUNCTIONS[activation], gate) * up
-    y.backward(dy)
-    return [y.detach(), gate.grad, up.grad]
-
-
-@every_torch_activation
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_dtype
 def test_the_bytes_of_torchs_operators(activation, dtype):
     """Also of infinities, of numbers that are not normal, and of every gate that 16 bits can hold."""
@@ -194,7 +189,7 @@ def test_the_bytes_of_torchs_operators(activation, dtype):
         every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).to(DEVICE).view(64, 1024)
         gate = torch.where(every.isnan(), 0.0, every)
     expected = by_torch(gate, up, dy, activation)
-    assert_bitwise_equal(with_torchs_bits(kernels, gate, up, dy, activation), expected)
+    assert_bitwise_equal(everything(kernels, gate, up, dy, activation, "torch_gated"), expected)
     if dtype != torch.float32 and activation != "relu":
         with pytest.raises(AssertionError):  # the control: without the rounding between activation and product
             assert_bitwise_equal((FUNCTIONS[activation](gate.float()) * up.float()).to(dtype), expected[0])
@@ -207,56 +202,9 @@ def test_many_elements_on_a_gpu(activation, dtype):
     tensors = data(2048, 2048, dtype, spread=14)
     expected = by_torch(*tensors, activation)
     for _ in range(2):  # the second time by the table of plans
-        assert_bitwise_equal(with_torchs_bits(gated, *tensors, activation), expected)
+        assert_bitwise_equal(everything(gated, *tensors, activation, "torch_gated"), expected)
 
 
-@every_torch_activation
-@every_dtype
-def test_right_with_torchs_bits(kernels, activation, dtype):
-    skip_where_bfloat16_is_truncated(kernels, dtype)
-    gate, up, dy = data(5, 200, dtype)
-    exact = by_torch(gate.double(), up.double(), dy.double(), activation)
-    theirs = by_torch(gate, up, dy, activation)
-    for got, torchs, value in zip(with_torchs_bits(kernels, gate, up, dy, activation), theirs, exact, strict=True):
-        assert got.dtype == dtype and got.is_contiguous()
-        errors = [float((t.double() - value).norm() / value.norm()) for t in (got, torchs)]
-        assert errors[0] <= 1.05 * errors[1] + 4 * 2.0**-23, errors
-
-
-@every_torch_activation
-def test_an_element_depends_on_its_own_alone(kernels, activation):
-    """Any rows and columns of the whole, in any strides, have its bytes."""
-    tensors = data(9, 260, torch.float32)
-    whole = with_torchs_bits(kernels, *tensors, activation)
-    for rows, columns in (
-        (slice(0, 1), slice(None)), (slice(3, 9), slice(0, 64)), (slice(None), slice(77, 260)),
-        (slice(None, None, 2), slice(1, 30)), (slice(8, 9), slice(259, 260)),
-    ):  # fmt: skip
-        views = [x[rows, columns] for x in tensors]
-        expected = [x[rows, columns].contiguous() for x in whole]
-        assert_bitwise_equal(with_torchs_bits(kernels, *views, activation), expected)
-        turned = [x.t().contiguous().t() for x in views]
-        assert_bitwise_equal(with_torchs_bits(kernels, *turned, activation), expected)
-
-
-def test_views_that_are_negated_by_a_flag(kernels):
-    gate, up, dy = data(4, 64, torch.float32)
-    negated = torch.complex(gate, -gate).conj().imag
-    assert negated.is_neg()
-    expected = with_torchs_bits(kernels, gate, up, dy, "silu")
-    assert_bitwise_equal(with_torchs_bits(kernels, negated, up, dy, "silu"), expected)
-
-
-def test_halves_with_torchs_bits(kernels):
-    """Gradients written into the halves of one tensor, for halves of another."""
-    gate, up, dy = data(6, 100, torch.float32)
-    both, grads = torch.cat([gate, up], dim=-1), torch.full((6, 200), 7.0, device=DEVICE)
-    expected = with_torchs_bits(kernels, gate, up, dy, "gelu")
-    y = kernels.torch_gated_forward(*both.chunk(2, dim=-1), "gelu")
-    kernels.torch_gated_backward(dy, *both.chunk(2, dim=-1), "gelu", out=grads.chunk(2, dim=-1))
-    assert_bitwise_equal([y, *(x.contiguous() for x in grads.chunk(2, dim=-1))], expected)
-
-
-def test_no_rows_with_torchs_bits(kernels):
+def test_no_rows(kernels):
     x = torch.empty(0, 64, device=DEVICE)
-    assert [t.shape for t in with_torchs_bits(kernels, x, x, x, "silu")] == [(0, 64)] * 3
+    assert [t.shape for t in everything(kernels, x, x, x, "silu", "torch_gated")] == [(0, 64)] * 3
