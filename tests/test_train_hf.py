@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import gpu
 from ranks import run_ranks
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,8 +165,7 @@ def test_a_fused_optimizer_on_a_cpu_depends_on_it():
     assert bytes_that_follow_the_cut(fused, "cpu", torch.float32) > 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+@gpu
 def test_layers_as_graphs_take_the_same_steps(tmp_path):
     logs = {}
     with tpi.set_tp_invariant_mode(True):

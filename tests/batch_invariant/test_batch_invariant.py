@@ -17,6 +17,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import gpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -853,8 +854,7 @@ def test_subclasses_dispatch_first():
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_sizes(dtype):
     """Rows of 1 to 2048 tokens; torch's own mm gives other bits for some of them, so the test can fail."""
@@ -873,8 +873,7 @@ def test_real_sizes(dtype):
     assert first_bit_that_follows_the_batch(lambda x: x @ w, x, batches=batches) is not None
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@gpu
 def test_a_hugging_face_model():
     """Four of Qwen3-0.6B's layers, causal and without a mask: fused attention, and a row's logits in any batch."""
     pytest.importorskip("transformers")
@@ -902,8 +901,7 @@ def test_a_hugging_face_model():
     assert error <= 1.2 * torchs < 0.5, f"{error} against torch's {torchs}"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@gpu
 def test_backward_threads_are_routed():
     """Autograd runs a CUDA backward on a thread of its own, which inherits the mode."""
     x = wide(4, 4).double().requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_texts import refused
 from meshes import init_device_mesh, mesh_or_group
 from ranks import run_ranks
 from torch import nn
@@ -277,12 +278,6 @@ def test_torchs_state_dicts_and_checkpoints(tmp_path):
 
 
 # --- fully_shard over data parallel ranks -----------------------------------------------------------------------------
-
-
-def refused(kind, call) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def fully_sharded(tp_group, sizes, folder):

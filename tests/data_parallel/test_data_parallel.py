@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh
+from models import tree_sum
 from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,13 +56,6 @@ class Leaves(torch.nn.Module):
 def gradients_of(rank, dtype=torch.float32, shapes=SHAPES):
     generator = torch.Generator().manual_seed(rank)
     return {name: wide_randn(*shape, generator=generator, spread=4).to(dtype) for name, shape in shapes.items()}
-
-
-def tree_sum(summands):
-    if len(summands) == 1:
-        return summands[0]
-    left = 1 << (len(summands) - 1).bit_length() - 1
-    return tree_sum(summands[:left]) + tree_sum(summands[left:])
 
 
 def expected_sum(world, dtype=torch.float32, divide_by=1, shapes=SHAPES):

@@ -12,6 +12,7 @@ import hf_models
 import pytest
 import torch
 import torch.distributed as dist
+from error_texts import error_text
 from meshes import init_device_mesh, replica_groups
 from models import ExpertNet
 from ranks import run_ranks
@@ -407,14 +408,6 @@ def test_a_checkpoint_of_several_groups_with_the_same_experts(tmp_path):
             p.zero_()
     tpi.checkpoint.load(str(tmp_path / "a"), model)
     assert_bitwise_equal(tpi.full_state_dict(model), whole)
-
-
-def error_text(fn, *args: Any) -> str:
-    try:
-        fn(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def layer_and_tree(case: Case, micro_batches: int = 4, tree: bool = True, **options: Any) -> Any:

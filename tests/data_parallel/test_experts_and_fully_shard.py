@@ -10,6 +10,7 @@ from typing import Any
 import hf_models
 import pytest
 import torch
+from error_texts import error_text
 from meshes import init_device_mesh
 from models import ExpertNet
 from ranks import run_ranks
@@ -362,14 +363,6 @@ def test_checkpoints_and_full_states(tmp_path):
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def error_text(fn: Any, *args: Any, **options: Any) -> str:
-    try:
-        fn(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def refused(world: Any) -> list[str]:

@@ -6,7 +6,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from error_texts import refused
 from meshes import init_device_mesh
+from models import tree_sum
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,14 +23,6 @@ SHAPES = {"a": (7, 13), "b": (31,), "c": (5, 2, 3), "scalar": (), "empty": (0, 3
 GPUS = torch.cuda.device_count()
 DEGREES_ON_GPUS = [degree for degree in (1, 2, 4, 8) if degree <= GPUS]
 on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")]
-
-
-def tree_sum(summands):
-    """The tree's order, as a recursion: the left half is the largest power of two that leaves a right half."""
-    if len(summands) == 1:
-        return summands[0]
-    left = 1 << (len(summands) - 1).bit_length() - 1
-    return tree_sum(summands[:left]) + tree_sum(summands[left:])
 
 
 def gradient(micro_batch, name, dtype=torch.float32):
@@ -324,12 +318,6 @@ def test_mixed_precision_of_fully_shard():
             assert_bitwise_equal(results, results[:1] * 3)
     with tpi.set_tp_invariant_mode(False):
         assert len({testing.digest(result) for result in run_ranks(half_precision, 8)[0]}) > 1, "the control"
-
-
-def refused(kind, call) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def not_taken(world_group):

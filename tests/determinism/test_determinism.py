@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import gpu
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import tp_invariant as tpi
@@ -268,8 +269,7 @@ def test_checkpoint_kwargs():
         checkpoint(unstable, x, **determinism.checkpoint_kwargs()).sum().backward()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@gpu
 def test_cuda_generators_are_seeded_and_restored():
     torch.cuda.init()
     torch.cuda.manual_seed(3)
@@ -308,8 +308,7 @@ assert first is None or torch.equal(first, again)
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@gpu
 @pytest.mark.parametrize(
     ("before", "error"),
     [

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from gpus import gpu
 
 from tp_invariant.diagnostics import doctor, onednn
 from tp_invariant.diagnostics.cli import main
@@ -173,8 +174,7 @@ def test_matrix_units_that_are_listed_and_trapped(monkeypatch, capsys):
 # --- a GPU ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(NO_GPU, reason="needs a GPU")
+@gpu
 def test_every_claim_holds_on_a_gpu(facts):
     for claim in facts["claims"]:
         assert claim["status"] != FAILS, claim

@@ -4,6 +4,7 @@ import zlib
 
 import pytest
 import torch
+from gpus import gpu
 
 from tp_invariant.diagnostics import fingerprint as fingerprint_module
 from tp_invariant.diagnostics.cli import main
@@ -198,8 +199,7 @@ def test_usage_errors(small, capsys, arguments, text):
 # --- a GPU ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu
 def test_a_gpu_the_same_twice():
     assert fingerprint("cuda") == fingerprint("cuda")
 

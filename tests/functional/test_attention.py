@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import ALL, KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors, visible
+from gpus import gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -204,8 +205,7 @@ def test_the_number_of_threads_changes_no_bit():
         assert_same_bytes(got, results[0], "threads")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu
 def test_repeated_calls_beside_a_busy_stream():
     data = tensors("cuda", torch.bfloat16, 1, 32, 8, 4096, 4096, 128)
     first = attend(*data, causal=True)
@@ -218,8 +218,7 @@ def test_repeated_calls_beside_a_busy_stream():
     torch.cuda.synchronize()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu
 def test_decode_steps_of_two_streams():
     """The kernel that folds a step's chunks is launched before the one that computes them has ended: it must wait."""
     cases = [tensors("cuda", torch.bfloat16, batch, 8, 2, 1, keys, 128)[:3] for batch, keys in ((1, 5000), (16, 9000))]
@@ -433,8 +432,7 @@ def test_graphs_and_fake_tensors_hold_the_operator(monkeypatch):
         assert tpi.attention(q, q, q, causal=True).device.type == "cuda"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu
 @pytest.mark.parametrize(
     "queries, keys, packed", [(300, 300, False), (300, 300, True), (1, 5000, False)], ids=["", "packed", "decode"]
 )
@@ -551,8 +549,7 @@ torch.cuda.synchronize()
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu
 @pytest.mark.parametrize(
     "cu, longest, right",
     [([0, 20, 60], 40, True), ([0, 20, 60], 39, False), ([0, 20, 50], 40, False), ([0, 30, 20, 60], 40, False)],

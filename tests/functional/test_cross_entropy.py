@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import gpu
 from ranks import run_ranks
 from same_as_alone import assert_as_alone, run_all
 from torch import Tensor
@@ -501,8 +502,7 @@ def test_on_gpus(dtype, degree):
     assert_as_alone(run, [*divisible, large, large.with_(label_smoothing=0.1, z_loss=1e-4)], degree, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accuracy_on_a_gpu(dtype):
     for case in (Case(columns=152064, vocab_size=151936, tokens=(64,), dtype=dtype, label_smoothing=0.1), Case()):
@@ -516,8 +516,7 @@ def test_accuracy_on_a_gpu(dtype):
             assert_near(got[name], want, theirs[name], dtype, name)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@gpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_nan_on_a_gpu_is_torchs_nan(reduction):
     x = torch.zeros(3, 40, device="cuda")
@@ -544,8 +543,7 @@ print("not reached")
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@gpu
 @pytest.mark.parametrize("bad", (-1, 12))
 def test_an_id_out_of_range_on_a_gpu_fails_an_assertion(bad):
     done = subprocess.run([sys.executable, "-c", OUT_OF_RANGE.format(bad=bad)], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Small models of this library's layers, for tests of data parallelism."""
+"""Small models of this library's layers, and the order of sums over ranks, for tests of data parallelism."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ class ExpertNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(nn.functional.silu(self.up(x)))
         return x + self.mixture(x)
+
+
+def tree_sum(summands: Any) -> Any:
+    """The tree's order, as a recursion: the left half is the largest power of two that leaves a right half."""
+    if len(summands) == 1:
+        return summands[0]
+    left = 1 << (len(summands) - 1).bit_length() - 1
+    return tree_sum(summands[:left]) + tree_sum(summands[left:])

@@ -12,6 +12,7 @@ from unittest import mock
 import hf_models
 import pytest
 import torch
+from error_texts import refused
 from meshes import init_device_mesh, mesh_or_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -37,12 +38,6 @@ def register(config: LoraConfig) -> LoraConfig:
     from tp_invariant.integrations import peft
 
     return peft.register(config)
-
-
-def refused(kind: Any, call: Any) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def build(family: str, dtype: torch.dtype = torch.float32) -> Any:

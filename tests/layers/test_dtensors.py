@@ -9,6 +9,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from error_texts import refused
 from torch import distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,12 +122,6 @@ def right(tp_group):
 def test_the_values_are_right():
     with tpi.set_tp_invariant_mode(True):
         run_ranks(right, 2)
-
-
-def refused(kind, make) -> str:
-    with pytest.raises(kind) as caught:
-        make()
-    return str(caught.value)
 
 
 def placed(tp_group):

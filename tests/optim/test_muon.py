@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_texts import refused
 from meshes import init_device_mesh, mesh_or_group
 from ranks import run_ranks
 from torch import nn
@@ -239,12 +240,6 @@ def products(tp_group):
     model, count = Block(tp_group), Counting()
     trained(model, steps=1, gemm_fn=count)
     return len(count.shapes)
-
-
-def refused(kind, call) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def disagreeing(tp_group):

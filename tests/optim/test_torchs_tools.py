@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from error_texts import refused
 from meshes import init_device_mesh, mesh_or_group
 from ranks import run_ranks
 from torch import nn
@@ -42,12 +43,6 @@ def with_grads(tp_group, kind):
     x = torch.randn(16, 32)
     model(x).square().sum().backward()
     return model, x
-
-
-def refused(kind, call) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 # --- clipping -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from gpus import gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -203,10 +204,6 @@ def test_what_is_refused(form, gemm):
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
 # rows, experts, hidden, inner: Qwen3-30B-A3B's, its decoding, Mixtral's, odd ones

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from gpus import gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -201,8 +202,7 @@ def test_tokens_have_the_bits_that_they_have_alone(kernels, dtype):
         check_tokens_alone(kernels, 5, slots, h, dtype, (slice(0, 1), slice(1, 5, 2), slice(0, 0)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@gpu
 @every_dtype
 @pytest.mark.parametrize("h", (1, 7, 2048, 2880, 4096, 7168, 20000))
 def test_tokens_on_a_gpu(dtype, h):
@@ -210,8 +210,7 @@ def test_tokens_on_a_gpu(dtype, h):
     check_tokens_alone(routing, 600, 8, h, dtype, (slice(0, 1), slice(599, 600), slice(3, 500, 7), slice(0, 128)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@gpu
 def test_top_k_on_a_gpu():
     for dtype in DTYPES:
         for experts, k in ((128, 8), (256, 8), (32, 4), (8, 2), (1000, 10)):

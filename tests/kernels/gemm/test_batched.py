@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from gpus import gpu
 
 from tp_invariant.kernels.gemm import reference
 from tp_invariant.kernels.gemm.batched import batched_matmul
@@ -65,8 +66,7 @@ def test_every_tile_and_odd_shapes(config):
         assert_bitwise_equal(batched_matmul(a, b, config=config), (a.double() @ b.double()).float() + 0.0)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@gpu
 def test_torchs_own_depends_on_the_batch():
     """The control: torch.bmm of one matrix has other bits than of many."""
     a, b = (rand(64, 64, 4096, dtype=torch.bfloat16), rand(64, 4096, 64, dtype=torch.bfloat16, seed=1))

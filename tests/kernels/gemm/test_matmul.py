@@ -12,6 +12,7 @@ import re
 
 import pytest
 import torch
+from gpus import gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -37,10 +38,6 @@ ODD_SHAPES = ((1, 1, 1), (1, 65, 17), (3, 5, 128), (17, 1, 40), (33, 70, 64), (6
 # on a CPU also the forms in plain torch, which have the same contract
 ALL = [matmul] if DEVICE == "cuda" else [matmul, reference.matmul, reference.chained_matmul]
 every_matmul = pytest.mark.parametrize("fn", ALL, ids=("triton", "cpu", "chained")[: len(ALL)])
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
 def rand(*shape: int, dtype: torch.dtype, seed: int = 0, wide: bool = False) -> Tensor:

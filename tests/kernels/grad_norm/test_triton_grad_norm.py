@@ -7,6 +7,7 @@ import math
 import numpy
 import pytest
 import torch
+from gpus import gpu
 
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
 from tp_invariant.kernels.grad_norm import reference as reference_grad_norm
@@ -151,8 +152,7 @@ def test_views_that_torch_negates(room):
     assert torch.equal(x.imag, -plain)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@gpu
 def test_in_a_cuda_graph():
     """The addresses are part of the graph: a replay reads the present contents of the tensors."""
     xs = [x.to(DEVICE) for x in tensors(torch.bfloat16)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import gpu
 
 from tp_invariant.kernels.rowwise import add_norm, norm, reference_add_norm, reference_norm
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
@@ -11,10 +12,6 @@ from tp_invariant.testing import assert_bitwise_equal, wide_randn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAIRS = [(add_norm, norm)] if DEVICE == "cuda" else [(add_norm, norm), (reference_add_norm, reference_norm)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
 @gpu

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import gpu
 from torch import Tensor
 
 from tp_invariant.functional.gated import ACTIVATIONS
@@ -50,10 +51,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 @pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
 def kernels(request) -> ModuleType:
     return request.param
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
 def data(t: int, h: int, dtype: torch.dtype, spread: int = 3) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import gpu
 from torch import Tensor
 
 from tp_invariant.comm.collectives import Group
@@ -32,10 +33,6 @@ both_norms = pytest.mark.parametrize("rms", (False, True), ids=("layernorm", "rm
 @pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
 def norms(request) -> ModuleType:
     return request.param
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, wide: bool = False) -> Tensor:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from gpus import gpu
 from torch import Tensor
 
 from tp_invariant.kernels.rowwise import reference_rope, rope
@@ -17,10 +18,6 @@ every_dtype = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, t
 interleaved_or_not = pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "interleaved"))
 # B, S, heads of q, heads of k, D, features of cos, batch of cos
 SHAPES = [(2, 5, 4, 2, 16, 16, 1), (2, 3, 3, 1, 20, 12, 2), (1, 7, 1, 6, 64, 64, 1)]
-
-
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")(test))
 
 
 @pytest.fixture(params=KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import gpu
 from torch import Tensor
 
 from tp_invariant.kernels.vocabulary import cross_entropy, reference_cross_entropy
@@ -201,8 +202,7 @@ def test_a_row_does_not_depend_on_other_rows():
         assert_bitwise_equal(some_dx, dx[rows].contiguous())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@gpu
 def test_more_logits_than_32_bits_can_count():
     t, n = 14500, 151936
     assert t * n > 2**31

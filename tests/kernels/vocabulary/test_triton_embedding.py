@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import gpu
 
 from tp_invariant.kernels.vocabulary import embedding
 from tp_invariant.kernels.vocabulary.reference_embedding import OCCURRENCES_PER_SUM
@@ -67,8 +68,7 @@ def test_nothing_to_sum():
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_on_a_gpu(dtype):
     generator = torch.Generator().manual_seed(0)
