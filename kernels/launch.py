@@ -1,4 +1,4 @@
-"""Where this package's kernels run: on which device, in which context, and whether in Triton's interpreter."""
+"""Where this package's kernels run, on which device, in which context, or in Triton's interpreter; what they read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import threading
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 # @triton.jit looks at TRITON_INTERPRET when it decorates, that is, when a kernel's module is imported. Setting the
 # variable later changes nothing about the kernels, so what counts is its value here.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -30,6 +32,17 @@ def cdiv(x: int, y: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def readable_rows(x: Tensor) -> Tensor:
+    """x as a kernel reads it: the elements of a row are adjacent, and torch negates none by a flag alone.
+
+    The interpreter gets bfloat16 and its subnormals wrong, and so sees fp32 only.
+    """
+    x = x.resolve_neg()
+    if _INTERPRETED and x.is_floating_point():
+        x = x.float()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManager:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2, readable_rows
 from ..plans import Kernel
 from ..rowwise.norm import _load, _row, _rows, row_chunk
 from . import reference_routing
@@ -246,16 +246,8 @@ _scale = Kernel(_scale_kernel, enable_fp_fusion=False)
 _dots = Kernel(_dots_kernel, enable_fp_fusion=False)
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """x with contiguous rows, copied if need be."""
-    x = x.resolve_neg()
-    if interpreting() and x.is_floating_point():
-        x = x.float()  # the interpreter gets bfloat16 wrong: let it see fp32 only
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _contiguous(x: Tensor) -> Tensor:
-    return _contiguous_rows(x).contiguous()
+    return readable_rows(x).contiguous()
 
 
 def _columns(h: int) -> tuple[int, int]:
@@ -282,7 +274,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     check_top_k(scores, k)
     shape, experts = (*scores.shape[:-1], k), scores.shape[-1]
-    rows = _contiguous_rows(scores.reshape(-1, experts))
+    rows = readable_rows(scores.reshape(-1, experts))
     t = rows.shape[0]
     values, indices = _empty(scores, t, k), torch.empty((t, k), device=scores.device, dtype=torch.int64)
     if t > 0:
@@ -374,7 +366,7 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
 
     `gather_rows` of their inverse, where all rows of the tokens are here: x is read once.
     """
-    (t, slots), h, own, own_places = places.shape, x.shape[1], _contiguous_rows(x), places.contiguous()
+    (t, slots), h, own, own_places = places.shape, x.shape[1], readable_rows(x), places.contiguous()
     rows = torch.empty((t * slots, h), device=x.device, dtype=own.dtype)
     if t > 0:
         columns, warps = _columns(h)
@@ -386,7 +378,7 @@ def spread_rows(x: Tensor, places: Tensor) -> Tensor:
 
 def gather_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
     """rows[i] = x[order[i] // slots], for x [T, H] of any strides and int64 order [R]."""
-    (r, h), own = (len(order), x.shape[1]), _contiguous_rows(x)
+    (r, h), own = (len(order), x.shape[1]), readable_rows(x)
     rows = torch.empty((r, h), device=x.device, dtype=own.dtype)
     if r > 0:
         columns, _ = _columns(h)
@@ -408,7 +400,7 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     (t, slots), h = places.shape, rows.shape[1]
     y = _empty(rows, t, h)
     if t > 0:
-        x = _contiguous_rows(rows)
+        x = readable_rows(rows)
         w, own_places = x if weights is None else _contiguous(weights), places.contiguous()
         columns, warps = _columns(h)
         grid, numbers, constants = (t, cdiv(h, columns)), (x.stride(0), h), (slots, columns, weights is not None)
@@ -425,7 +417,7 @@ def combine_backward_rows(dy: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     r, (h, slots) = len(order), (dy.shape[1], weights.shape[1])
     drows = _empty(dy, r, h)
     if r > 0:
-        x = _contiguous_rows(dy)
+        x = readable_rows(dy)
         columns, warps = _columns(h)
         with launch_on(dy, "combine_backward_rows"):
             _scale(

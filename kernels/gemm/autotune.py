@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -99,7 +98,7 @@ def _set(enabled: bool | None) -> None:
 
 
 def is_enabled() -> bool:
-    """Whether autotuning is on: what `autotune` was told, else the environment. Raises ValueError for other values."""
+    """Whether autotuning is on, by the last `autotune`, else by the environment. Raises ValueError for other values."""
     if _override is not None:
         return _override
     text = os.environ.get(VARIABLE)
@@ -277,7 +276,7 @@ def measure(
     for turn in range(_TURNS):
         for config in list(times)[:: -1 if turn % 2 else 1]:
             times[config] += microseconds(functools.partial(launch, config))
-    return {config: statistics.median(found) for config, found in times.items()}
+    return {config: statistics.median(of_calls) for config, of_calls in times.items()}
 
 
 def fastest(times: dict[MatmulConfig, float], usual: MatmulConfig) -> MatmulConfig:
@@ -305,16 +304,16 @@ def _read(key: str, configs: list[MatmulConfig]) -> MatmulConfig | None:
         file = _file(key)
         entry: Any = json.loads(file.read_text())
         wanted = entry["config"] if entry["key"] == json.loads(key) else None
-        found = [config for config in configs if list(astuple(config)) == wanted]
+        winners = [config for config in configs if list(astuple(config)) == wanted]
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
         _logger.warning("autotune: the cached configuration of %s is ignored: %s: %s", key, type(error).__name__, error)
         return None
-    if not found:
+    if not winners:
         _logger.warning("autotune: %s is ignored: it holds no candidate of %s", file, key)
         return None
-    return found[0]
+    return winners[0]
 
 
 def _write(key: str, winner: MatmulConfig, times: dict[MatmulConfig, float]) -> None:
@@ -324,13 +323,8 @@ def _write(key: str, winner: MatmulConfig, times: dict[MatmulConfig, float]) -> 
     try:
         file = _file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=file.parent)
-        try:
-            with os.fdopen(handle, "w") as stream:
-                stream.write(text)
-            os.replace(unfinished, file)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(text)
+        os.replace(unfinished, file)
     except (OSError, RuntimeError) as error:  # a folder that is read-only, or no home: this process alone has it
         _logger.warning("autotune: the configuration of %s is not kept on disk: %s", key, error)

@@ -155,11 +155,11 @@ class _LaunchGroup:
 
 def _group(kinds: Sequence[tuple], programs: Sequence[int], device: torch.device) -> list[_LaunchGroup]:
     """One for each of `kinds`, which end in (.., kind, vector); programs: how many each tensor has."""
-    found: dict[tuple, list[int]] = {}
+    members_of: dict[tuple, list[int]] = {}
     for i, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(i)
+        members_of.setdefault(kind, []).append(i)
     groups = []
-    for kind, members in found.items():
+    for kind, members in members_of.items():
         counts = [programs[i] for i in members]
         numbers = torch.repeat_interleave(_int64(members), _int64(counts))
         if len(numbers):
@@ -312,12 +312,12 @@ def _on_elements(operation: str, xs: Sequence[Tensor], kernel: Kernel, extra: Te
 def without_overlap(xs: Sequence[Tensor]) -> list[int]:
     """Indices of xs, contiguous tensors, that can be in one launch, whose programs have no order: of tensors that
     overlap in memory only the one with the lowest address."""
-    end, found = 0, []
+    end, indices = 0, []
     for address, i in sorted((x.data_ptr(), i) for i, x in enumerate(xs)):
         if address >= end:
-            found.append(i)
+            indices.append(i)
             end = address + xs[i].nbytes
-    return found
+    return indices
 
 
 def _without_memory(xs: Sequence[Tensor], addresses: Sequence[int]) -> Tensor:

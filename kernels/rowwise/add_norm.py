@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import interpreting, launch_on
+from ..launch import TRITON_DTYPES, interpreting, launch_on
 from ..plans import Kernel
 from .norm import _keep, _load, _load_factor, _mean, _row, _rows, row_chunk
 from .norm_checks import as_rows, check, check_forward
@@ -61,7 +61,6 @@ def _add_norm_kernel(
 
 
 _add_norm = Kernel(_add_norm_kernel, enable_fp_fusion=False)
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def add_norm_forward(
@@ -83,7 +82,7 @@ def add_norm_forward(
         (x_rows, stride_x), (r_rows, stride_r) = _rows(x), _rows(residual)
         w, b = (_rows(weight if vector is None else vector)[0] for vector in (weight, bias))
         chunk, warps = row_chunk(h)
-        constants = h, chunk, rms, zero_centered, bias is not None, _DTYPES[x.dtype]
+        constants = h, chunk, rms, zero_centered, bias is not None, TRITON_DTYPES[x.dtype]
         numbers = stride_x, stride_r, float(eps)
         with launch_on(x, "add_norm_forward"):
             _add_norm(

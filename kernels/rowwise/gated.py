@@ -39,17 +39,11 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from ..gemm.operands import written
-from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import TRITON_DTYPES, cdiv, interpreting, launch_on, next_power_of_2, readable_rows
 from ..plans import Kernel
 from .reference_gated import ACTIVATIONS
 
 COLUMNS = 1024  # of a program, at most
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def _fp32_for_interpreter(x: Tensor) -> Tensor:
-    x = x.resolve_neg()
-    return x.float() if interpreting() else x  # the interpreter gets bfloat16 subnormals wrong
 
 
 # --- for experts ----------------------------------------------------------------------------------------------------
@@ -131,7 +125,9 @@ def _launch(
     t, h = gate.shape
     if t == 0:
         return
-    gate, up, dy_rows = map(_fp32_for_interpreter, (gate, up, gate if dy is None else dy))
+    gate, up, dy_rows = (x.resolve_neg() for x in (gate, up, gate if dy is None else dy))
+    if interpreting():  # which gets bfloat16 subnormals wrong
+        gate, up, dy_rows = gate.float(), up.float(), dy_rows.float()
     step = 2 if gate.stride(1) == up.stride(1) == 2 else 1  # interleaved, or not
     gate, up = (x if x.stride(1) == step else x.contiguous() for x in (gate, up))
     dy_rows = dy_rows if dy_rows.stride(1) == 1 else dy_rows.contiguous()
@@ -145,7 +141,7 @@ def _launch(
         _gated(
             gate.device.index, (t, cdiv(h, columns)),
             (gate, up, dy_rows, *stored, *strides, gate.stride(1), stored[0].stride(1), h),
-            (columns, *ACTIVATIONS[activation], _DTYPES[outs[0].dtype], dy is not None),
+            (columns, *ACTIVATIONS[activation], TRITON_DTYPES[outs[0].dtype], dy is not None),
             num_warps=max(1, columns // 256),
         )  # fmt: skip
     if stored is not outs:
@@ -274,7 +270,7 @@ def _launch_torch(
 ) -> None:
     if gate.numel() == 0:
         return
-    read = [_readable(x) for x in (gate, up, gate if dy is None else dy)]
+    read = [readable_rows(x.reshape(-1, x.shape[-1])) for x in (gate, up, gate if dy is None else dy)]
     stored = [_writable(x) for x in outs]
     pointers = *read, stored[0], stored[-1]
     rows, h = read[0].shape
@@ -286,19 +282,12 @@ def _launch_torch(
     with launch_on(gate, operation):
         _torch_gated(
             gate.device.index, (rows * blocks,), (*pointers, *strides, blocks, h),
-            (columns, activation, _DTYPES[outs[0].dtype], dy is not None, not interpreting()),
+            (columns, activation, TRITON_DTYPES[outs[0].dtype], dy is not None, not interpreting()),
             num_warps=max(1, columns // 256),
         )  # fmt: skip
     for x, y in zip(outs, stored, strict=True):
         if x.data_ptr() != y.data_ptr():
             x.copy_(y.view(x.shape))
-
-
-def _readable(x: Tensor) -> Tensor:
-    """[rows, H], with columns of stride 1: a view where there is one."""
-    x = _fp32_for_interpreter(x)
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _writable(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import TRITON_DTYPES, cdiv, launch_on, next_power_of_2, readable_rows
 from ..plans import Kernel
 from .reference_rope import check_rope
 
@@ -97,7 +97,6 @@ def _rope_kernel(
 
 
 _rope = Kernel(_rope_kernel, enable_fp_fusion=False)
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def rope(
@@ -111,7 +110,7 @@ def rope(
     """
     check_rope("rope", q, k, cos, sin)
     given = tuple(x for x in (q, k) if x is not None)
-    read, (cos_read, sin_read) = [_readable(x) for x in given], [_readable(x) for x in (cos, sin)]
+    read, (cos_read, sin_read) = [readable_rows(x) for x in given], [readable_rows(x) for x in (cos, sin)]
     made = [torch.empty_like(x) for x in read]
     (batch, heads, s, d), r = q.shape, cos.shape[-1]
     if q.numel() + (0 if k is None else k.numel()):
@@ -126,7 +125,7 @@ def rope(
         numbers = (
             *(n for part in (*strides, *of_rows, *out_strides) for n in part), s, heads, heads_k, blocks, blocks_q,
         )  # fmt: skip
-        constants = r, d, padded, rest, at_once, interleaved, _DTYPES[q.dtype], backward
+        constants = r, d, padded, rest, at_once, interleaved, TRITON_DTYPES[q.dtype], backward
         grid = (batch * s * blocks, 1, 1)
         with launch_on(q, "rope"):
             _rope(
@@ -135,10 +134,3 @@ def rope(
             )  # fmt: skip
     made = [x.to(q.dtype) for x in made]
     return made[0], made[1] if k is not None else None
-
-
-def _readable(x: Tensor) -> Tensor:
-    x = x.resolve_neg()
-    if interpreting():
-        x = x.float()  # the interpreter gets bfloat16 subnormals wrong
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2, readable_rows
 from ..plans import Kernel
 from .loss_spec import LossSpec, as_rows
 
@@ -288,16 +288,6 @@ _total = Kernel(_total_kernel, enable_fp_fusion=False)
 _grad = Kernel(_grad_kernel, enable_fp_fusion=False)
 
 
-def _rows(logits: Tensor) -> tuple[Tensor, int]:
-    """[T, N] with neighbouring columns, copied if it is not so or negated by a flag, and its row stride."""
-    if interpreting():
-        logits = logits.float()  # the interpreter gets bfloat16 wrong: let it see fp32 only
-    logits = logits.resolve_neg()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    return logits, logits.stride(0)
-
-
 def _block(columns: int) -> tuple[int, int]:
     """Columns at a time, and warps."""
     block = min(MAX_BLOCK, max(16, next_power_of_2(columns)))
@@ -310,14 +300,14 @@ def row_extremes(logits: Tensor, target: Tensor, columns: int, first: int, spec:
     t = logits.shape[0]
     extremes = torch.empty((spec.extremes, t), device=logits.device, dtype=torch.float32)
     if t:
-        x, stride = _rows(logits)
+        x = readable_rows(logits)
         block, warps = _block(columns)
         with launch_on(logits, "row_extremes"):
             _extremes(
                 logits.device.index, (t,),
                 (
-                    x, target, extremes, stride, columns, logits.shape[1], first, target.stride(0), spec.vocabulary,
-                    spec.ignore_index, t,
+                    x, target, extremes, x.stride(0), columns, logits.shape[1], first, target.stride(0),
+                    spec.vocabulary, spec.ignore_index, t,
                 ),
                 (block, spec.label_smoothing > 0), num_warps=warps,
             )  # fmt: skip
@@ -330,15 +320,15 @@ def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spe
     t, parts = logits.shape[0], extremes.shape[0]
     sums = torch.empty((spec.sums, t), device=logits.device, dtype=torch.int64)
     if t:
-        x, stride = _rows(logits)
+        x = readable_rows(logits)
         block, warps = _block(columns)
         bits = spec.exp_bits
         with launch_on(logits, "row_sums"):
             _sums(
                 logits.device.index, (t,),
                 (
-                    x, target, extremes, sums, stride, columns, logits.shape[1], target.stride(0), spec.ignore_index, t,
-                    parts,
+                    x, target, extremes, sums, x.stride(0), columns, logits.shape[1], target.stride(0),
+                    spec.ignore_index, t, parts,
                 ),
                 (2.0**bits, bits, block, next_power_of_2(parts), spec.label_smoothing > 0), num_warps=warps,
             )  # fmt: skip
@@ -371,11 +361,11 @@ def whole_losses(logits: Tensor, target: Tensor, spec: LossSpec) -> tuple[Tensor
     losses = torch.empty((t,), device=logits.device, dtype=torch.float32)
     stats = torch.empty((2, t), device=logits.device, dtype=torch.float32)
     if t:
-        x, stride = _rows(rows)
+        x = readable_rows(rows)
         block, warps = _block(spec.vocabulary)
         smoothing, z_loss, bits = spec.label_smoothing, spec.z_loss, spec.exp_bits
         numbers = (
-            stride, spec.vocabulary, rows.shape[1], ids.stride(0), spec.ignore_index, t,
+            x.stride(0), spec.vocabulary, rows.shape[1], ids.stride(0), spec.ignore_index, t,
             float(smoothing), 1.0 - smoothing, float(z_loss),
         )  # fmt: skip
         constants = 2.0**bits, bits, block, smoothing > 0, z_loss > 0
@@ -409,11 +399,11 @@ def logits_grad(
     t, n = rows.shape
     dx = torch.empty(logits.shape, device=logits.device, dtype=torch.float32 if interpreting() else logits.dtype)
     if t and n:
-        (x, stride), grads = _rows(rows), grad.resolve_neg().reshape(-1)
+        x, grads = readable_rows(rows), grad.resolve_neg().reshape(-1)
         block, warps = _block(n)
         numbers = (
-            grads.stride(0) if grads.shape[0] > 1 else 0, stride, n, columns, first, ids.stride(0), spec.ignore_index,
-            t, 1.0 - spec.label_smoothing, spec.label_smoothing / spec.vocabulary, 2.0 * spec.z_loss,
+            grads.stride(0) if grads.shape[0] > 1 else 0, x.stride(0), n, columns, first, ids.stride(0),
+            spec.ignore_index, t, 1.0 - spec.label_smoothing, spec.label_smoothing / spec.vocabulary, 2.0 * spec.z_loss,
         )  # fmt: skip
         constants, grid = (block, count is not None, spec.z_loss > 0), (t, cdiv(n, block))
         with launch_on(logits, "logits_grad"):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import cdiv, interpreting, launch_on, next_power_of_2, readable_rows
 from ..plans import Kernel
 
 OCCURRENCES_PER_SUM = 32  # part of the order of summation
@@ -79,8 +79,7 @@ def embedding_grad(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Te
     t, d = dy.shape
     grad = torch.zeros((rows, d), device=dy.device, dtype=torch.float32 if interpreting() else dtype)
     if t and d:
-        dy = dy.float() if interpreting() else dy  # the interpreter gets bfloat16 wrong
-        dy = dy if dy.stride(1) == 1 else dy.contiguous()
+        dy = readable_rows(dy)
         ids, order = torch.sort(ids.clamp(max=rows).to(torch.int32), stable=True)
         first = torch.searchsorted(ids, ids, out_int32=True)
         last = torch.searchsorted(ids, ids, out_int32=True, right=True)

@@ -193,16 +193,12 @@ def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
 
 def _of_all_stages(own: Tensor, stages: Group) -> Tensor:
     """The vectors of all stages, one after another; their lengths may differ."""
-    return torch.cat(_of_each_stage(own, stages))
-
-
-def _of_each_stage(own: Tensor, stages: Group) -> list[Tensor]:
     if stages.size == 1:
-        return [own]
+        return own
     length = torch.tensor([len(own)], dtype=torch.int64, device=group_device(stages, own.device))
     lengths = gather_major(length, stages).flatten().tolist()
     gathered = gather_major(F.pad(own, (0, max(lengths) - len(own))), stages)
-    return [part[:n] for part, n in zip(gathered, lengths, strict=True)]
+    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
 
 
 # --- how each parameter is held -------------------------------------------------------------------------------------
@@ -273,19 +269,14 @@ class ClipCall:
         facts = {
             "the TP-invariant mode": is_tp_invariant_mode_enabled(),
             **{f"{name} of {caller}": value for name, value in options.items()},
-            **{
-                f"the gradient of parameter {index}": of_gradient and tuple(map(_plain, of_gradient))
-                for index, of_gradient in self._gradient_facts(compared_group)
-            },
         }
+        with_grad = {held.number for held in self.with_grad}
+        for held in self.held:
+            of_gradient = _facts(held, compared_group) if held.number in with_grad else None
+            facts[f"the gradient of parameter {held.number}"] = of_gradient
         whole = _whole_over(self.with_grad, compared_group)
         names = [f"the gradient of parameter {held.number} with shape {tuple(held.parameter.shape)}" for held in whole]
         return GradientComparison(compared_group, facts, [held.local for held in whole], names, _USUAL_CAUSES)
-
-    def _gradient_facts(self, compared_group: Group) -> list[tuple[int, tuple | None]]:
-        """(number, `_facts` of its gradient, or None without one) for each parameter."""
-        with_grad = {held.number for held in self.with_grad}
-        return [(held.number, _facts(held, compared_group) if held.number in with_grad else None) for held in self.held]
 
     def agree_on(self, total: Tensor) -> None:
         """Compares the norm across ranks if layers are sharded over smaller groups than the one that compares: such
@@ -333,8 +324,7 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
 
 
 def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[HeldGradient]:
-    """Those of which all ranks of the group hold the same part of the gradient, by attributes and
-    placements."""
+    """Those of which all ranks of the group hold the same part of the gradient, by attributes and placements."""
     ranks = set(ranks_of(compared_group))
     return [
         held
@@ -347,25 +337,17 @@ def _whole_over(all_held: list[HeldGradient], compared_group: Group) -> list[Hel
 # --- what is checked ------------------------------------------------------------------------------------------------
 
 
-def _facts(held: HeldGradient, compared_group: Group) -> tuple:
+def _facts(held: HeldGradient, compared_group: Group) -> tuple[Any, ...]:
     """What decides which errors are raised later and what is gathered. If ranks differ in it, every rank raises an
     error now, so that no rank waits for another."""
     p, over, local = held.parameter, held.over, held.local
-    facts: tuple = (local.dtype, p.shape, local.layout, local.device.type)
-    if held.layout is not None:
-        facts = *facts, held.layout.text
-    if _is_shared(p):
-        facts = *facts, "shared=True"
+    facts: tuple[Any, ...] = str(local.dtype), tuple(p.shape), str(local.layout), local.device.type
+    facts += () if held.layout is None else (held.layout.text,)
+    facts += ("shared=True",) if _is_shared(p) else ()
     if over.size > 1:
-        ranks = (
-            "these ranks" if over is compared_group or over == compared_group else f"{over.size} ranks of another group"
-        )
-        facts = *facts, f"sharded along dim {partition_dim_of(p)}, stride {stride_of(p)}, over {ranks}"
+        ranks = "these ranks" if over == compared_group else f"{over.size} ranks of another group"
+        facts += (f"sharded along dim {partition_dim_of(p)}, stride {stride_of(p)}, over {ranks}",)
     return facts
-
-
-def _plain(fact: Any) -> Any:
-    return tuple(fact) if isinstance(fact, torch.Size) else fact if isinstance(fact, str) else str(fact)
 
 
 def _check_grad(held: HeldGradient, given: Group | None, rank: int) -> None:

@@ -36,11 +36,14 @@ def local_part(grad: Tensor) -> Tensor:
 
 
 def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
-    """(group of the mesh dim, tensor dim) for each mesh dim that shards the tensor, also one of a single rank."""
+    """(group of the mesh dim, tensor dim) for each mesh dim that shards the tensor, also one of a single rank.
+
+    There are none for a tensor that is not on this rank.
+    """
     return [
-        (group, placement.dim % grad.dim())  # type: ignore[attr-defined]
-        for group, placement in zip(on_mesh(grad.device_mesh).groups, grad.placements, strict=True)
-        if not placement.is_replicate()
+        (group, placement.dim % grad.dim())
+        for group, placement in zip(on_mesh(grad.device_mesh).groups, grad.placements, strict=False)
+        if hasattr(placement, "dim")
     ]
 
 
@@ -90,13 +93,8 @@ class HeldGradient(NamedTuple):
         grad, layout = p.grad, None
         if grad is not None and is_dtensor(grad):
             # what is not on this rank, or is Partial, is refused later
-            shards = [
-                (group, placement.dim % grad.dim())
-                for group, placement in zip(on_mesh(grad.device_mesh).groups, grad.placements, strict=False)
-                if hasattr(placement, "dim")
-            ]
             stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
-            layout = MeshLayout(shards, stride, str(grad.placements))
+            layout = MeshLayout(mesh_shards(grad), stride, str(grad.placements))
         return cls(p, number, over, grad, None if grad is None else local_part(grad), layout)
 
     @property
@@ -200,32 +198,20 @@ def _in_tp1_order(partial_sums: Tensor, parts: Sequence[_SlicedGradient]) -> Ten
     groups = list(dict.fromkeys(part.group for part in parts if part.group.size > 1))
     if not groups:
         return partial_sums  # every rank has all of them
+    numbers = {group: number for number, group in enumerate(groups)}
+    slices = [part.local.shape[part.dim] if part.local.dim() else 1 for part in parts]
+    facts = tuple(
+        (here, part.rows, numbers.get(part.group, -1), part.group.size, part.stride, part.whole)
+        for here, part in zip(slices, parts, strict=True)
+    )
     make = _gather_plan if type(partial_sums) is Tensor else _gather_plan.__wrapped__  # fake tensors must not be kept
-    order = make(_slices_of(parts, groups), partial_sums.device)
+    order = make(facts, partial_sums.device)
     hold_until_read(order.positions, *order.selected)
     with_zero = F.pad(partial_sums, (0, 1))
     gathered = [
         gather_major(with_zero[select], group).flatten() for select, group in zip(order.selected, groups, strict=True)
     ]
     return torch.cat([with_zero, *gathered])[order.positions]
-
-
-def _slices_of(
-    parts: Sequence[_SlicedGradient], groups: Sequence[Group]
-) -> tuple[tuple[int, int, int, int, Stride, int], ...]:
-    """What `_gather_plan` is given."""
-    numbers = {group: number for number, group in enumerate(groups)}
-    return tuple(
-        (
-            part.local.shape[part.dim] if part.local.dim() else 1,
-            part.rows,
-            numbers.get(part.group, -1),
-            part.group.size,
-            part.stride,
-            part.whole,
-        )
-        for part in parts
-    )
 
 
 # --- sums and scaling -----------------------------------------------------------------------------------------------
@@ -251,10 +237,10 @@ def norm_of(partial_sums: Tensor) -> Tensor:
 
 def scale(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies grads in place by a 0-dim fp32 tensor, element by element."""
-    here = [grad for grad in grads if grad.dtype in DTYPES and grad.device == factor.device]
-    if here:
-        _kernels(here).scale_(here, factor)
-    for grad in grads:
-        if grad.dtype not in DTYPES or grad.device != factor.device:
-            there = factor.to(grad.device)
-            _kernels([grad]).scale_([grad], there) if grad.dtype in DTYPES else grad.mul_(there)
+    for device in dict.fromkeys(grad.device for grad in grads):
+        here, there = [grad for grad in grads if grad.device == device], factor.to(device)
+        if supported := [grad for grad in here if grad.dtype in DTYPES]:
+            _kernels(supported).scale_(supported, there)
+        for grad in here:
+            if grad.dtype not in DTYPES:
+                grad.mul_(there)
