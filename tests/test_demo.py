@@ -1,7 +1,6 @@
 """The demo: its output and exit status, and that its verdict can fail."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tp_invariant.examples.demo_report import (
 from tp_invariant.examples.train_across_tp import machine, main
 from tp_invariant.examples.words import PROMPT, encode
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_across_tp.py"
 SMALL = (
     "--degrees 1,2 --steps 3 --layers 1 --hidden 64 --heads 2 --ffn 64 --batch 2 --sequence 64 --words 6 --device cpu"
 )
@@ -139,23 +137,12 @@ def test_the_texts_on_the_page_differ_where_it_says():
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_option_of_the_script():
-    shown = subprocess.run([sys.executable, SCRIPT, "--steps", "0"], capture_output=True, text=True)
-    assert shown.returncode == 2
-    assert shown.stderr == (
-        "train_across_tp.py: error: argument --steps: '0' is not a positive whole number (--help lists the options)\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--degrees 1,3", "--degrees: 3 does not divide --heads 8"),
-        ("--degrees 1,x", "argument --degrees: 'x' is not a positive whole number"),
         ("--heads 6 --degrees 1,2", "--heads 6 does not divide --hidden 128"),
-        ("--ffn 66 --degrees 4", "--degrees: 4 does not divide --ffn 66"),
         ("--degrees 8 --sequence 36 --sequence-parallel", "--degrees: 8 does not divide --sequence 36"),
-        ("--device tpu", "argument --device: invalid choice: 'tpu'"),
         ("--sequence 600", "--sequence 600 is too long for a text of 527 words"),
         ("--lr nan", "argument --lr: 'nan' is not a positive number"),
         ("--seed -1", "argument --seed: '-1' is not a whole number from 0 to 2**63 - 1"),

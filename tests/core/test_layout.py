@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tp_invariant.core.layout import TokenSharding, check_divides, deinterleave, shard, split_sizes, unshard
+from tp_invariant.core.layout import TokenSharding, deinterleave, shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -80,12 +80,6 @@ def test_deinterleave_gated_by_hand():
     assert_bitwise_equal(deinterleave(gathered.t(), dim=1, world=2, stride=2), expected.t())
 
 
-def test_deinterleave_three_parts_on_two_ranks_by_hand():
-    # ranks hold [q0 k0 v0] and [q1 k1 v1]
-    gathered = torch.tensor([10, 20, 30, 11, 21, 31])
-    assert deinterleave(gathered, dim=0, world=2, stride=3).tolist() == [10, 11, 20, 21, 30, 31]
-
-
 @pytest.mark.parametrize(("world", "stride"), [(1, 3), (3, 1), (1, 1)])
 def test_deinterleave_leaves_trivial_layouts_alone(world, stride):
     x = numbered((6, 2))
@@ -120,20 +114,6 @@ def test_shard_of_a_size_that_does_not_divide():
 @given(st.integers(0, 100), st.integers(1, 16))
 def test_split_sizes_are_those_of_tensor_split(size, parts):
     assert split_sizes(size, parts) == [len(piece) for piece in torch.tensor_split(torch.zeros(size), parts)]
-
-
-@pytest.mark.parametrize(("size", "parts", "expected"), [(12, 4, 3), (0, 4, 0), (5, 1, 5)])
-def test_check_divides(size, parts, expected):
-    assert check_divides(size, parts, size_name="heads", parts_name="TP degree") == expected
-
-
-@pytest.mark.parametrize("parts", [0, -1, 5])
-def test_check_divides_names_both(parts):
-    text = "heads=12 is not divisible by TP degree=5: it must be a multiple of 5"
-    if parts < 1:
-        text = f"TP degree={parts} must be at least 1"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        check_divides(12, parts, size_name="heads", parts_name="TP degree")
 
 
 # --- leaves of tokens -----------------------------------------------------------------------------------------------
