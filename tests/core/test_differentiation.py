@@ -50,13 +50,13 @@ class Stop(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("function", ("route", "linear"))
+@pytest.mark.parametrize("function", ("softmax", "sigmoid", "softmax_of_chosen", "linear"))
 @pytest.mark.parametrize("backend", (None, "eager", "aot_eager"))
 def test_an_undefined_gradient_is_zeros(function, backend):
     x = torch.randn(3, 8, requires_grad=True)
     with tpi.set_tp_invariant_mode(True):
         layer = tpi.Linear(8, 8)
-        run = layer if function == "linear" else lambda x: route(x, Routing(2))[0]
+        run = layer if function == "linear" else lambda x: route(x, Routing(2, scores=function))[0]
         call = run if backend is None else torch.compile(run, backend=backend)
         (grad,) = torch.autograd.grad(Stop.apply(call(x)).sum(), x)
         testing.assert_bitwise_equal(grad, torch.zeros(3, 8))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
-from tp_invariant.functional.routing import route
 from tp_invariant.graphs import checks as graph_checks
 from tp_invariant.testing import assert_bitwise_equal, full_grads, full_parameters, wide_randn
 
@@ -362,25 +361,6 @@ def test_logits_in_fp32_are_those_of_a_float32_router():
         assert_bitwise_equal(found, copy.deepcopy(gate).float()(x.float()))
         gate.logits_in_fp32 = False
         assert not torch.equal(gate(x)[0], found[0])
-
-
-class _WithoutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
-@pytest.mark.parametrize("scores", ("softmax", "sigmoid", "softmax_of_chosen"))
-def test_weights_whose_user_gives_no_gradient(scores):
-    """Autograd then calls the router's backward all the same; the logits get what comes from elsewhere."""
-    logits = torch.randn(4, 8, requires_grad=True)
-    weights, _ = route(logits, tpi.Routing(2, scores=scores))
-    (_WithoutGradient.apply(weights).sum() + logits.sum()).backward()
-    assert torch.equal(logits.grad, torch.ones(4, 8))
 
 
 def test_the_mixture_with_the_mode_off_differs():

@@ -251,12 +251,6 @@ def test_from_embedding_keeps_what_it_is_given():
 
 
 ERRORS = {
-    "an id": (
-        {},
-        torch.tensor([[0, 7]]),
-        IndexError,
-        "ids holds 7 on rank 0 (1 of 2 ids are out of range): allowed is from 0 to 5",
-    ),
     "an id of the padding": (
         {"pad_vocab_to_multiple_of": 8},
         torch.tensor([6]),
