@@ -3,9 +3,6 @@
 import contextlib
 import copy
 import functools
-import pickle
-import re
-import time
 from unittest import mock
 
 import pytest
@@ -272,31 +269,6 @@ def test_several_shapes():
         assert set(run_ranks(trained_in_shapes, ranks, graphed, "cpu", device="cpu")) == set(want), (ranks, graphed)
     off = run_ranks(trained_in_shapes, 2, True, "cpu", False, device="cpu")
     assert set(off) != set(want), "the control: without the mode the degree shows"
-
-
-def called_otherwise(tp_group, differ):
-    """The error of the first call after one in which rank 1 has another constant; and of a call of all alike."""
-    with emulating("cpu"), tpi.set_tp_invariant_mode(True):
-        linear = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)  # whose forward moves nothing
-        layer, x = Odd(lambda m, x, factor: m.linear(x) * factor), torch.ones(2, 8, requires_grad=True)
-        layer.linear = linear.train()
-        graphs.graph_layers([layer], lambda: layer(x, 2.0), other_calls="eager", allow_unused_input=True)
-        layer(x, 2.0), layer(x, 3.0)
-        try:
-            for _ in range(500):  # until rank 1 is there, too
-                layer(x, 3.0 if differ and tp_group.rank() else 2.0)
-                time.sleep(0.001)
-        except RuntimeError as error:
-            return str(error)
-
-
-def test_ranks_that_replay_and_run_eagerly_get_an_error():
-    said = (
-        r"At call 3 of .*rank 0 replays layers\[0\] .* as function 0 .*; rank 1 runs layers\[0\] .* without CUDA graphs"
-    )
-    for error in run_ranks(called_otherwise, 2, True, device="cpu"):
-        assert re.search(said, error), error
-    assert run_ranks(called_otherwise, 2, False, device="cpu") == [None, None], "the control"
 
 
 def test_shapes_share_the_memory_of_activations(caplog):
@@ -771,7 +743,7 @@ def twice(layer, x):
     return x @ layer.weight * 2
 
 
-def test_a_copy_is_not_captured_and_no_graph_is_pickled():
+def test_a_copy_is_not_captured():
     with emulating():
         x = there(2, 4)
         layer = odd(lambda m, x: x @ m.weight, x)
@@ -783,8 +755,6 @@ def test_a_copy_is_not_captured_and_no_graph_is_pickled():
         patched.forward = functools.partial(twice, patched)  # as something that wraps layers does
         graphs.graph_layers([patched], lambda: patched(x))
         assert_bitwise_equal(copy.deepcopy(patched)(x[:1]), twice(patched, x[:1]))
-        with pytest.raises(TypeError, match="save its state_dict"):
-            pickle.dumps(layer.forward)
 
 
 class Calling(torch.nn.Module):

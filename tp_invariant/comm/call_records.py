@@ -8,8 +8,7 @@ and does not start. A rank that has started reads the records again while it wai
 that differ, no process aborts, and each rank's error says what every rank was about to do.
 
 This needs ranks on one machine, which can share memory; groups over several machines have no records. It costs a few
-microseconds of a collective that takes gloo a hundred. On GPUs no collective is recorded; calls of layers that are CUDA
-graphs are, in records of their own, as each rank decides for itself which graph to replay.
+microseconds of a collective that takes gloo a hundred. On GPUs no collective is recorded.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from .liveness import GroupLike
 
 ALL_GATHER, ALL_TO_ALL, OBJECTS, ALL_REDUCE, REDUCE_SCATTER = range(5)
 _NAMES = ("an all-gather", "an all-to-all", "a gather of Python objects", "an all-reduce", "a reduce-scatter")
-# Calls of a rank that are kept. A rank can be ahead of another by the collectives that it starts before it waits, or by
-# the CUDA graphs that it launches before it waits: those of some steps of a model.
+# Calls of a rank that are kept. A rank can be ahead of another by the collectives that it starts before it waits.
 _RECORDED = 256
 # The oldest call is not compared, because it may be overwritten: a rank writes its mark first, then its count.
 _COMPARED = _RECORDED - 1
@@ -64,13 +62,13 @@ call_context = CallContext()
 class CallRecords:
     """The records of a group, for one rank. `memory` has BYTES for each rank, initially zeros."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, what: str = "collective {} of the group") -> None:
-        self._memory, self._rank, self._size, self._what = memory, rank, size, what
+    def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
+        self._memory, self._rank, self._size = memory, rank, size
         self._words = memoryview(memory).cast("q")
         self._own = rank * BYTES // 8
         self._others = [other * BYTES // 8 for other in range(size) if other != rank]
         self._count = 0
-        self._calls: list[tuple | str] = [()] * _RECORDED
+        self._calls: list[tuple] = [()] * _RECORDED
         self._error: str | None = None
 
     def begin(self, kind: int, operand: Tensor, sizes: Sequence[int] = ()) -> None:
@@ -89,18 +87,6 @@ class CallRecords:
             self._write(number, hash((number, kind, *sizes, dtype, 0 if layer is None else layer.number)))
         else:  # its comparison gives a better error
             self._write(number, hash((number, -2)))
-
-    def begin_described(self, text: str, *facts: int) -> None:
-        """The same for a call that is no collective, and that nothing waits for. `facts` must be equal on every rank.
-
-        Raises:
-            RuntimeError: another rank makes another call, or has found that ranks do.
-        """
-        number = self._next()
-        self._calls[number % _RECORDED] = text
-        self._write(number, hash((number, *facts)))
-        if any(self._words[other + _TEXT_BYTES] for other in self._others):
-            self.check()
 
     def _next(self) -> int:
         if self._error is not None:
@@ -158,7 +144,7 @@ class CallRecords:
             ranks_with.setdefault(self._report_of(rank, number), []).append(rank)
         said = "; ".join(f"rank {', '.join(map(str, ranks))} {text}" for text, ranks in ranks_with.items())
         self._error = (
-            f"the {self._size} ranks of tp_group make different calls. At {self._what.format(number)}, {said}. "
+            f"the {self._size} ranks of tp_group make different calls. At collective {number} of the group, {said}. "
             "They must make the same calls in the same order, on data of the same sizes and dtypes; "
             "TP_INVARIANT_CHECK=1 on all ranks finds the first call in which they differ. This group cannot be used "
             "any more: restart all ranks"
@@ -174,10 +160,7 @@ class CallRecords:
         return bytes(self._memory[start : start + length]).decode(errors="replace")
 
     def _described(self, number: int) -> str:
-        call = self._calls[number % _RECORDED]
-        if isinstance(call, str):
-            return call
-        kind, shape, dtype, layer, comparing = call
+        kind, shape, dtype, layer, comparing = self._calls[number % _RECORDED]
         if comparing is not None:
             return f"asks whether all ranks make this call, which is new to it: {comparing()}"
         where = "" if layer is None else f" in the forward of layer {layer.number} of the group, {layer.name}"
@@ -199,14 +182,6 @@ def share_records(group: GroupLike, gather: Callable[[bytes], list[bytes]]) -> N
 
     gather: returns every rank's bytes, which have one length, in rank order.
     """
-    assert group.process_group is not None
-    memory = shared_memory(group, gather)
-    if memory is not None:
-        _records[group.process_group] = CallRecords(memory, group.rank, group.size)
-
-
-def shared_memory(group: GroupLike, gather: Callable[[bytes], list[bytes]]) -> mmap.mmap | None:
-    """Memory for a group's records, if all its ranks can map the same. A collective."""
     size, path, memory = group.size * BYTES, "", None
     if group.rank == 0:
         with suppress(OSError):
@@ -220,7 +195,9 @@ def shared_memory(group: GroupLike, gather: Callable[[bytes], list[bytes]]) -> m
         if group.rank == 0 and path:
             with suppress(OSError):
                 os.unlink(path)
-    return memory if everyone_can else None
+    if memory is not None and everyone_can:
+        assert group.process_group is not None
+        _records[group.process_group] = CallRecords(memory, group.rank, group.size)
 
 
 _PATH_BYTES = 256

@@ -268,8 +268,6 @@ def _alias(tensor: Tensor | None) -> Tensor | None:
     Compiled code writes new values into the memory, and even the tensor object, of one that it needs no more, and does
     not raise its version: by neither would gemm/weights.py see that it is another.
     """
-    if type(tensor) is Tensor:  # for other types isinstance calls Python
-        return tensor.detach()
     return tensor if tensor is None or isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
 
@@ -382,7 +380,6 @@ def as_custom_op(
     outputs: Callable[..., Sequence[Tensor | None]],
     restore: Callable[..., None] | None = None,
     saved: Sequence[int | None] = (),
-    makes_all: bool = False,
     note: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """function.apply, and while torch.compile traces a custom op that runs function's forward and backward.
@@ -396,8 +393,6 @@ def as_custom_op(
         saved: what forward saves for backward: the position of an argument, or None for a tensor that it makes.
         restore: (ctx, dtypes, *settings), sets what else forward sets on its context; dtypes are those of the tensors.
             If None, forward sets ctx.settings, a tuple of the settings.
-        makes_all: nothing that forward or backward returns or makes is a view of a tensor that it was given. Otherwise
-            each is compared with each at every call.
         note: (*arguments) -> a number or None, called where torch traces the op, whose first tensor has a node in the
             graph of gradients then; backward finds the result as ctx.noted.
     """
@@ -410,14 +405,13 @@ def as_custom_op(
     def run(inputs: tuple[Tensor | None, ...], sizes: Sequence[int], text: str) -> Any:
         ctx = _Context()
         result = function.forward(ctx, *inputs, *_configs(text, sizes))
-        others = () if makes_all else inputs
-        result = _with_own_memory(result, others)
+        result = _with_own_memory(result, inputs)
         if not made:
             return result
         results = [result]
         for i in made:
             t = ctx.saved_tensors[i]
-            results.append(_nothing(result.device, result.dtype) if t is None else _with_own_memory(t, others))
+            results.append(_nothing(result.device, result.dtype) if t is None else _with_own_memory(t, inputs))
         return results
 
     def run_fake(*args: Any) -> Any:
@@ -432,7 +426,7 @@ def as_custom_op(
         ctx.saved_tensors, ctx.needs_input_grad, ctx.noted = saved_tensors, needs_of_all, noted
         restore(ctx, dtypes, *configs)
         grads = function.backward(ctx, grad)
-        others = () if makes_all else (grad, *saved_tensors)
+        others = grad, *saved_tensors
         return [_with_own_memory(grads[i], others) for i in range(count) if needs[i]]
 
     def run_backward_fake(grad: Tensor, *args: Any) -> list[Tensor]:

@@ -190,13 +190,14 @@ class ExpertSums:
         most = max(map(len, held))  # each rank's columns, padded to the most
         columns = [value for _, _, value in nodes]
         columns += [torch.zeros_like(columns[0])] * (most - len(columns))
-        received = self._exchange(torch.stack(columns, dim=1), sizes, own, (elements, most))
+        mine = [own] * len(held)
+        received = self._exchange(torch.stack(columns, dim=1), sizes, mine, (elements, most))
         every = [
             (level, index, theirs[:, column])
             for theirs, nodes_there in zip(received.view(len(held), own, most), held, strict=True)
             for column, (level, index) in enumerate(nodes_there)
         ]
-        return self._exchange_back(self._fold(every).contiguous(), sizes, own, elements)
+        return self._exchange(self._fold(every).repeat(len(held)), mine, sizes, (elements,))
 
     def _held_by(self, rank: int) -> list[tuple[int, int]]:
         """(level, index) of the nodes that a rank of dp_group has of its sources, in the order of `totals`."""
@@ -204,19 +205,12 @@ class ExpertSums:
         pushed = [sorted(itertools.chain.from_iterable(shares))] if self._take_turns else shares
         return [node for leaves in pushed for node in nodes_of(leaves, self.micro_batches)]
 
-    def _exchange(self, x: Tensor, sizes: list[int], own: int, alike: tuple[int, ...]) -> Tensor:
-        """x [sum(sizes), ..]: rows to the members, by sizes -> [members * own, ..]."""
-        sent, received = [0] * self._dp.size, [0] * self._dp.size
-        for rank, size in zip(self._members, sizes, strict=True):
-            sent[rank], received[rank] = size, own
-        return exchange_flat(x.contiguous(), sent, received, self._dp, alike)
-
-    def _exchange_back(self, mine: Tensor, sizes: list[int], own: int, elements: int) -> Tensor:
-        """Every member's `mine` [own] -> [elements], on each."""
-        sent, received = [0] * self._dp.size, [0] * self._dp.size
-        for rank, size in zip(self._members, sizes, strict=True):
-            sent[rank], received[rank] = own, size
-        return exchange_flat(mine.repeat(len(self._members)), sent, received, self._dp, (elements,))
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int], alike: tuple[int, ...]) -> Tensor:
+        """x [sum(sent), ..], so many rows to each member -> [sum(received), ..], so many of each."""
+        to, of = dict(zip(self._members, sent, strict=True)), dict(zip(self._members, received, strict=True))
+        ranks = range(self._dp.size)
+        rows = [to.get(rank, 0) for rank in ranks], [of.get(rank, 0) for rank in ranks]
+        return exchange_flat(x.contiguous(), rows[0], rows[1], self._dp, alike)
 
 
 def indices_by_group(parameters: Sequence[Tensor]) -> list[list[int]]:

@@ -36,14 +36,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, ranks_of
-from ..comm.wire import gather_objects
-from ..consistency.agreement import agreed_in, check_agreement, compare_environments, share_error
+from ..consistency.agreement import agreed_in, check_agreement, compare_environments
 from ..core.layout import split_sizes
 from ..functional.main_grad import refuse_fused
 from .binary_tree import BinaryTree
 from .micro_batch_tree import resolve_dp_group
-
-_INVALID_COUNT = -(1 << 63)  # sent in place of an invalid count, so that no rank waits for one that has raised
 
 
 class TokenCount:
@@ -67,21 +64,20 @@ class TokenCount:
         """Adds up all ranks' counts; they hold until the next call. A collective of eight bytes: call it on every rank.
 
         Raises:
-            TypeError: on every rank, where one's local_count is no int, or none of 64 bits.
+            TypeError: local_count is no int.
             ValueError: on every rank, where a count is negative or all are 0.
             RuntimeError: on every rank, the first time, where ranks differ in software or settings.
         """
-        fits = isinstance(local_count, int) and not isinstance(local_count, bool) and abs(local_count) < -_INVALID_COUNT
+        if not isinstance(local_count, int) or isinstance(local_count, bool):
+            raise TypeError(
+                f"local_count is {local_count!r} on rank {self.group.rank} of dp_group: pass an int of at most 63 bits "
+                "on every rank"
+            )
         device = torch.device("cpu")
         if self.group.process_group is not None and dist.get_backend(self.group.process_group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
         compare_environments(self.group, device, "dp_group")
-        own = torch.tensor([local_count if fits else _INVALID_COUNT], device=device)
-        counts = gather_major(own, self.group).view(-1).tolist()
-        if _INVALID_COUNT in counts:
-            said = enumerate(gather_objects(repr(local_count), self.group))
-            values = "; ".join(f"{value} on rank {rank}" for rank, value in said if counts[rank] == _INVALID_COUNT)
-            raise TypeError(f"local_count is {values} of dp_group: pass an int of at most 63 bits on every rank")
+        counts = gather_major(torch.tensor([local_count], device=device), self.group).view(-1).tolist()
         if min(counts) < 0 or sum(counts) == 0:
             raise ValueError(
                 f"the counts of the {self.group.size} ranks of dp_group are {counts}: they must not be negative, and "
@@ -226,11 +222,7 @@ class FixedOrderReduceScatter:
                 is seen (consistency/agreement.py).
         """
         dp_group, device = resolve_dp_group(group, name="group"), input_tensor.device
-        try:
-            kind = self._check(dp_group, op, async_op)
-        except (NotImplementedError, ValueError) as error:
-            share_error(error, dp_group, device, self._agreed, "dp_group")
-            raise
+        kind = self._check(dp_group, op, async_op)
         if dp_group.size > 1:
             facts = {
                 "the call": "FixedOrderReduceScatter",

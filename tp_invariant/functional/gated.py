@@ -92,7 +92,6 @@ gated_activation_of_two = as_custom_op(
     tensors=("gate", "up"),
     outputs=lambda gate, up, activation: [gate.new_empty(gate.shape)],
     saved=(0, 1),
-    makes_all=True,
 )
 
 
@@ -135,7 +134,6 @@ gated_activation_of_halves = as_custom_op(
     tensors=("x",),
     outputs=_half,
     saved=(0,),
-    makes_all=True,
 )
 
 

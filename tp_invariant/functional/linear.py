@@ -373,7 +373,7 @@ def _linear_op(
 
     return as_custom_op(
         function, name=name, tensors=("x", "weight", "bias?"), outputs=outputs, saved=(0, 1), restore=restore,
-        makes_all=True, note=note,
+        note=note,
     )  # fmt: skip
 
 

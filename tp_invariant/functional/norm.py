@@ -253,7 +253,6 @@ invariant_norm = as_custom_op(
     outputs=_norm_outputs,
     restore=_restore,
     saved=(0, 1, None, None),
-    makes_all=True,
 )
 
 

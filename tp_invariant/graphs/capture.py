@@ -26,7 +26,7 @@ from ..core.dtensors import is_dtensor, local_of, placed_like
 from ..core.torch_private import function_modes, version_of
 from ..gemm.weights import weight_cache
 from .arguments import Call, fill, flatten, reached_leaves
-from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks, records_of_groups
+from .checks import check_same, groups_of, on_gpu, problem_with, raise_on_all_ranks
 from .graphed_call import ActivationOwnership, Captured, GraphedForward, changed_condition, conditions
 
 if TYPE_CHECKING:
@@ -165,14 +165,10 @@ def graph_layers(
                 ]
             )
     ownership, eager_else = ActivationOwnership(names), other_calls == "eager"
-    records = records_of_groups(groups) if eager_else or len(forwards) > 1 else {}
     graphed = [
-        GraphedForward(
-            layer, names[index], index, ownership, [one[index] for one in captured], eager_else,
-            [records[group] for group in groups_of([layer]) if group in records],
-        )
+        GraphedForward(layer, names[index], index, ownership, [one[index] for one in captured], eager_else)
         for index, layer in enumerate(layers)
-    ]  # fmt: skip
+    ]
     for layer, replacement in zip(layers, graphed, strict=True):
         layer.forward = replacement
     own_graphs = [graph for graph in _cuda_graphs() if all(graph is not earlier for earlier in earlier_graphs)]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.call_records import CallRecords, shared_memory
 from ..comm.collectives import Group, ranks_of
 from ..comm.wire import gather_objects
 from ..consistency.differences import format_ranks, gather_differences
@@ -91,13 +89,3 @@ def check_same(facts: dict[str, Any], groups: Sequence[Group]) -> None:
         for name, values in gather_differences({name: str(value) for name, value in facts.items()}, group).items():
             told = (f"{format_ranks(numbers[rank] for rank in ranks)}: {value}" for value, ranks in values.items())
             raise ValueError(f"graph_layers: ranks differ in {name}: {'; '.join(told)}")
-
-
-def records_of_groups(groups: Sequence[Group]) -> dict[Group, CallRecords]:
-    """Records of the calls of graphed layers, for each group whose ranks can share memory. A collective."""
-    found = {group: shared_memory(group, partial(gather_objects, group=group)) for group in groups}
-    return {
-        group: CallRecords(memory, group.rank, group.size, "call {} of the layers that graph_layers has captured")
-        for group, memory in found.items()
-        if memory is not None
-    }

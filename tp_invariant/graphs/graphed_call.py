@@ -7,14 +7,13 @@ import copy
 import logging
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batch_invariant.dispatch import is_on as is_batch_invariant
-from ..comm.call_records import CallRecords
 from ..comm.collectives import is_capturing
 from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
@@ -145,7 +144,7 @@ class GraphedForward:
         ValueError: other arguments, conditions, modules or parameters than at the capture; says which.
         TypeError: an argument that cannot be part of a graph.
         RuntimeError: in backward, where activations or parameters are no more those of its forward, or where a result
-            got no gradient that got one in the capture; or another rank replays another graph, or none.
+            got no gradient that got one in the capture.
     """
 
     def __init__(
@@ -156,11 +155,10 @@ class GraphedForward:
         ownership: ActivationOwnership,
         captured: Sequence[Captured],
         eager_else: bool,
-        records: Sequence[CallRecords] = (),
     ) -> None:
         self._layer, self._forward, self._patched = layer, layer.forward, layer.__dict__.get("forward")
         self._name, self._index, self._ownership = name, index, ownership
-        self._captured, self._eager_else, self._records = captured, eager_else, records
+        self._captured, self._eager_else = captured, eager_else
         self._conditions = conditions()
         self._modules = [(key or name, module) for key, module in layer.named_modules()]
         # tensors that are plain attributes: cosines and sines, masks
@@ -190,11 +188,6 @@ class GraphedForward:
             return copy.deepcopy(self._patched, memo)
         copied = memo.get(id(self._layer))
         return self._forward if copied is None else types.MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self._name} holds CUDA graphs, which cannot be pickled: save its state_dict, or remove() them"
-        )
 
     # --- what it was captured with
 
@@ -253,11 +246,6 @@ class GraphedForward:
 
     # --- a call
 
-    def _record(self, shape: int, text: str) -> None:
-        """Raises if another rank makes another call: of its collectives each would meet others of this rank's."""
-        for records in self._records:
-            records.begin_described(text, self._index, shape)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._captured or not self._layer.training or torch.compiler.is_compiling() or is_capturing():
             return self._forward(*args, **kwargs)
@@ -267,14 +255,12 @@ class GraphedForward:
             shape, problem = self._find(tensors, tree, grad)
             if shape is None and self._eager_else:
                 self._ownership.log_once(self._name, problem)
-                self._record(-1, f"runs {self._name} without CUDA graphs: {problem}")
                 return self._forward(*args, **kwargs)
         if shape is None:
             raise ValueError(
                 f"{self._name}{on_rank()} is a CUDA graph of another call: {problem}. Call it as it was captured, or "
                 "remove() what graph_layers returned and capture anew"
             )
-        self._record(shape, f"replays {self._name} as function {shape} of graph_layers calls it")
         captured, number = self._captured[shape], self._ownership.forward(self._index, shape, grad)
         if not grad:
             return fill(

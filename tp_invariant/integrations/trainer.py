@@ -105,8 +105,7 @@ class DigestLogCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         trainer = self.trainer
-        if trainer is None:
-            raise TypeError("DigestLogCallback is for tp_invariant.integrations.trainer.Trainer alone")
+        assert trainer is not None
 
         def start() -> DigestLog | None:
             if trainer.ranks.experts_over_data:
@@ -350,17 +349,7 @@ class Trainer(transformers.Trainer):
         """They are in this library's checkpoint."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Checks that there is something to go on from; the model is loaded together with the optimizer."""
-        path = Path(resume_from_checkpoint) / FOLDER
-
-        def check() -> None:
-            if not path.is_dir():
-                raise ValueError(
-                    f"resume_from_checkpoint={resume_from_checkpoint!r} on rank {self.ranks.index} holds no folder "
-                    f"{FOLDER}: it is no checkpoint of this Trainer's, or was saved with save_only_model=True"
-                )
-
-        self.ranks.run(f"looking for {path}", check)
+        """Nothing: the model is loaded together with the optimizer."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

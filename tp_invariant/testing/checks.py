@@ -23,23 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves, raw_bytes
+from ..core.bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves
 from ..core.mode import set_tp_invariant_mode
 from ..gemm.gemm_fn import GemmFn
 from ..layers.parameters import named_shard_specs
 from .rank_pool import RankError, discard_pool, packed, pool_lock, shared_pool
-
-__all__ = [
-    "RankError",
-    "assert_bitwise_equal",
-    "assert_slice_invariant",
-    "assert_tp_invariant",
-    "digest",
-    "full_grads",
-    "full_parameters",
-    "raw_bytes",
-    "run_ranks",
-]
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
