@@ -253,8 +253,8 @@ def overloads(name: str) -> list[OpOverload]:
 def _routed(name: str) -> list[OpOverload]:
     if name.startswith("add") or name in ("mm", "bmm", "baddbmm", "baddbmm_", "mv", "dot", "vdot"):
         return overloads(name)
-    found = ((op, schema_of(op).arguments) for op in overloads(name))
-    return [op for op, arguments in found if any(a.name == "dim" and "int" in str(a.type) for a in arguments)]
+    schemas = ((op, schema_of(op).arguments) for op in overloads(name))
+    return [op for op, arguments in schemas if any(a.name == "dim" and "int" in str(a.type) for a in arguments)]
 
 
 ROUTES = {op: function for name, function in _FUNCTIONS.items() for op in _routed(name)}

@@ -422,16 +422,16 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
         TypeError: in the same way, DTensors.
     """
     entries, group = model_entries(model), model_group(model)
-    found = {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()}
+    offered = {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()}
     given: dict[int, list[str]] = {id(entry.tensor): [] for entry in entries.values()}  # several names: tied
     for name, entry in entries.items():
-        if name in found:
+        if name in offered:
             given[id(entry.tensor)].append(name)
 
     def check() -> IncompatibleKeys:
         check_whole(state_dict, "the state dict")
-        wanted = {name: entry for name, entry in entries.items() if name in found or not given[id(entry.tensor)]}
-        keys = check_match(wanted, found, strict=strict, source="state dict")
+        wanted = {name: entry for name, entry in entries.items() if name in offered or not given[id(entry.tensor)]}
+        keys = check_match(wanted, offered, strict=strict, source="state dict")
         for first, *others in filter(None, given.values()):
             for other in others:
                 if not torch.equal(raw_bytes(state_dict[first]), raw_bytes(state_dict[other])):

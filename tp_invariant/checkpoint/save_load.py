@@ -161,7 +161,7 @@ def load(
         reader, metadata = SafetensorsReader(folder, index), index.metadata
         saved = {name: (t.size, t.properties.dtype) for name, t in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
         values = index.values
-        offered = {name.removeprefix("model."): found for name, found in saved.items() if name.startswith("model.")}
+        offered = {name.removeprefix("model."): kind for name, kind in saved.items() if name.startswith("model.")}
         entries = model_entries(model)
         check_members(entries, ranks)
         check_match(entries, offered, strict=True, source=f"checkpoint {folder}")

@@ -458,8 +458,8 @@ def as_custom_op(
             needs = tuple(ctx.needs_input_grad[:count])
             saved_tensors = [None if t is None or tuple(t.shape) == _NONE_SHAPE else t for t in ctx.saved_tensors]
             text = _settings(group, values, needs, dims, names, ctx.noted)
-            found = iter(backward_op(grad, *saved_tensors, ctx.sizes, _with_place(text) if group else text))
-            return *(next(found) if need else None for need in needs), None, None
+            grads = iter(backward_op(grad, *saved_tensors, ctx.sizes, _with_place(text) if group else text))
+            return *(next(grads) if need else None for need in needs), None, None
 
         return backward
 

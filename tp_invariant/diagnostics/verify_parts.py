@@ -276,8 +276,8 @@ class AttentionCase(Case):
         with set_tp_invariant_mode(True):
             y = safe_attention(q, *moved, **options)  # type: ignore[arg-type]
             y.backward(dy)
-        found = {"y": y.detach(), "dq": _grad(q), "dk": _grad(k), "dv": _grad(v)}
-        return {name: gather_dim(t, 1, group) for name, t in found.items()}
+        parts = {"y": y.detach(), "dq": _grad(q), "dk": _grad(k), "dv": _grad(v)}
+        return {name: gather_dim(t, 1, group) for name, t in parts.items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
         q, k, v, dy = (t.to(self.device, dtype).requires_grad_() for t in self._data())

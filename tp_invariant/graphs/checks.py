@@ -73,13 +73,13 @@ def groups_of(layers: Sequence[Any]) -> list[Group]:
 
 def raise_on_all_ranks(problem: str, groups: Sequence[Group], what: str) -> None:
     """Raises on every rank of the groups if one rank has a problem."""
-    found = {f"rank {dist.get_rank()}": problem} if groups else {"": problem}
+    problems = {f"rank {dist.get_rank()}": problem} if groups else {"": problem}
     for group in groups:
         everyone = gather_objects((dist.get_rank(), problem), group)
-        found |= {f"rank {rank}": text for rank, text in everyone}
-    found = {who: text for who, text in found.items() if text}
-    if found:
-        raise ValueError(f"{what}: " + "; ".join(f"{who}: {text}" if who else text for who, text in found.items()))
+        problems |= {f"rank {rank}": text for rank, text in everyone}
+    problems = {who: text for who, text in problems.items() if text}
+    if problems:
+        raise ValueError(f"{what}: " + "; ".join(f"{who}: {text}" if who else text for who, text in problems.items()))
 
 
 def check_same(facts: dict[str, Any], groups: Sequence[Group]) -> None:
@@ -87,5 +87,5 @@ def check_same(facts: dict[str, Any], groups: Sequence[Group]) -> None:
     for group in groups:
         numbers = ranks_of(group)
         for name, values in gather_differences({name: str(value) for name, value in facts.items()}, group).items():
-            told = (f"{format_ranks(numbers[rank] for rank in ranks)}: {value}" for value, ranks in values.items())
-            raise ValueError(f"graph_layers: ranks differ in {name}: {'; '.join(told)}")
+            by_value = (f"{format_ranks(numbers[rank] for rank in ranks)}: {value}" for value, ranks in values.items())
+            raise ValueError(f"graph_layers: ranks differ in {name}: {'; '.join(by_value)}")

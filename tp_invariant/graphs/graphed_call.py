@@ -211,7 +211,7 @@ class GraphedForward:
         if problem := changed_condition(conditions(), self._conditions):
             return problem
         if (state := self._state_now()) != self._state:
-            changed = [mine != now for mine, now in zip(self._state, state, strict=True)].index(True)
+            changed = [mine != current for mine, current in zip(self._state, state, strict=True)].index(True)
             return (
                 f"in {self._modules[changed][0]} a module, parameter, buffer or other tensor is another, lies "
                 "elsewhere, or has another requires_grad or training"

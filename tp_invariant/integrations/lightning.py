@@ -226,7 +226,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             return
         signature = inspect.signature(LightningModule.log)
 
-        def keep(*args: Any, **options: Any) -> None:
+        def log_later(*args: Any, **options: Any) -> None:
             given = signature.bind(module, *args, **options).arguments
             value, reduction = given["value"], given.get("reduce_fx", "mean")
             if isinstance(value, Metric):
@@ -245,7 +245,7 @@ class TensorParallelStrategy(SingleDeviceStrategy):
             self._logged.append((number, args, options))
 
         own = vars(module).get("log")
-        module.log = keep
+        module.log = log_later
         try:
             yield
         finally:

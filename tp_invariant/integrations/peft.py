@@ -300,13 +300,13 @@ class LoraLinear(_OfShards, _LoraLinear):
             returned = base(x, *args, **kwargs)
             y, *rest = returned if isinstance(returned, tuple) else (returned,)
             return y, rest, x
-        asked, gathered = base.return_layernorm_output, base.return_layernorm_output_gathered
+        returns_norm, gathered = base.return_layernorm_output, base.return_layernorm_output_gathered
         base.return_layernorm_output, base.return_layernorm_output_gathered = True, False
         try:
             y, *rest, normed = base(x, *args, **kwargs)
         finally:
-            base.return_layernorm_output, base.return_layernorm_output_gathered = asked, gathered
-        if asked:
+            base.return_layernorm_output, base.return_layernorm_output_gathered = returns_norm, gathered
+        if returns_norm:
             whole = gathered and base.sequence_parallel and base.group.size > 1
             rest.append(gather_sequence(normed, base.group, base.sequence_dim) if whole else normed)
         return y, rest, normed
@@ -408,8 +408,8 @@ class LoraEmbedding(_OfShards, _LoraEmbedding):
         scale_by = getattr(base, "scale_by", None)  # of an embedding that scales its rows (Gemma's)
         for name in adapters:
             rows, product = self._layers_of(name)
-            found = functional_call(rows, {"weight": self.lora_embedding_A[name].t()}, (ids,))
-            change = functional_call(product, {"weight": self.lora_embedding_B[name]}, (found,)) * self.scaling[name]
+            embedded = functional_call(rows, {"weight": self.lora_embedding_A[name].t()}, (ids,))
+            change = functional_call(product, {"weight": self.lora_embedding_B[name]}, (embedded,)) * self.scaling[name]
             if scale_by is not None:
                 change = change * local_of(base.weight).new_tensor(scale_by).to(change.dtype)
             y = y + change

@@ -39,7 +39,7 @@ def start_ranks(requests: int) -> None:
 
     Nothing here may start a thread or touch a GPU: the ranks would be forked without the one and with half the other.
     """
-    asked, parent = socket.socket(fileno=requests), os.getppid()
+    requests_socket, parent = socket.socket(fileno=requests), os.getppid()
     os.set_inheritable(requests, False)
     messages = Connection(os.dup(requests))
     while os.getppid() == parent:
@@ -48,12 +48,12 @@ def start_ranks(requests: int) -> None:
                 pass
         if not messages.poll(1.0):
             continue
-        length, descriptors, _, _ = socket.recv_fds(asked, 8, _MOST_DESCRIPTORS)
+        length, descriptors, _, _ = socket.recv_fds(requests_socket, 8, _MOST_DESCRIPTORS)
         if not length:
             return
         for descriptor in descriptors:  # a process that an import or a case starts must not keep it open
             os.set_inheritable(descriptor, False)
-        request = asked.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
+        request = requests_socket.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
         size, ranks, environment, folder, modules = pickle.loads(request)
         for module in modules:
             importlib.import_module(module)
@@ -63,7 +63,7 @@ def start_ranks(requests: int) -> None:
             os.environ.update(environment)
             os.chdir(folder)
             messages.close()
-            asked.close()
+            requests_socket.close()
             _fork_ranks(size, descriptors[0], dict(zip(ranks, descriptors[1:], strict=True)))
             os._exit(0)
         for descriptor in descriptors:
