@@ -218,8 +218,8 @@ class FixedOrderReduceScatter:
         Raises:
             ValueError: another op than sum and mean; a mean where there is a TokenCount; a TokenCount over other ranks.
             NotImplementedError: async_op, which FSDP does not ask for: it has a stream for this.
-            RuntimeError: on every rank, where ranks differ in these, in op, sizes or dtype, the first time that a call
-                is seen (consistency/agreement.py).
+            RuntimeError: on every rank, where ranks differ in op, sizes or dtype, the first time that a call is seen
+                (consistency/agreement.py).
         """
         dp_group, device = resolve_dp_group(group, name="group"), input_tensor.device
         kind = self._check(dp_group, op, async_op)
