@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +25,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.comm.collectives import Group, gather_dim, resolve_group
-from tp_invariant.core.layout import TokenSharding
+from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.diagnostics.verify_case import error
-from tp_invariant.functional.gated import GatedActivation, GatedActivationOfHalves
-from tp_invariant.functional.linear import ColumnLinear, LinearCall, ReplicatedLinear, RowLinear
-from tp_invariant.functional.norm import Norm, NormCall
 from tp_invariant.functional.regions import gather_sequence
 from tp_invariant.gemm import gemm
 from tp_invariant.testing import assert_bitwise_equal, digest, wide_randn
@@ -481,29 +476,3 @@ def test_gpu(degree, backend):
     (whole,) = ranks(steps, 1, True, None, (True, True), torch.bfloat16, "cuda")
     for got in ranks(steps, degree, True, "aot_eager", (True, True), torch.bfloat16, "cuda"):
         assert_bitwise_equal(got, whole)
-
-
-_ONE_RANK = Group(None, 0, 1)
-_LINEAR = LinearCall(_ONE_RANK, False, 0, 1, "auto", None)
-
-
-@pytest.mark.parametrize(
-    "function, shapes, settings",
-    [
-        *[(kind, ((2, 4, 8), (16, 8), (16,)), (_LINEAR,)) for kind in (ColumnLinear, RowLinear, ReplicatedLinear)],
-        (Norm, ((2, 4, 8), (8,), (8,)), (NormCall(_ONE_RANK, TokenSharding(1, 0), 1e-5, False, False),)),
-        (GatedActivation, ((2, 4, 8), (2, 4, 8)), ("silu",)),
-        (GatedActivationOfHalves, ((2, 4, 8),), ("silu", False)),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_an_operator_that_makes_all_it_returns(function, shapes, settings):
-    """None of it is a view of a tensor that it was given, which operators with `makes_all` do not look for."""
-    given = [torch.randn(shape) for shape in shapes]
-    ctx = SimpleNamespace(needs_input_grad=(True,) * len(given) + (False,) * len(settings))
-    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-    y = function.forward(ctx, *given, *settings)
-    made = [x for x in ctx.saved_tensors if x is not None and all(x is not one for one in given)]
-    dy = torch.randn_like(y)
-    for x in (y, *made, *function.backward(ctx, dy)[: len(given)]):
-        assert not any(torch._C._is_alias_of(x, one) for one in (*given, dy))
