@@ -1,20 +1,18 @@
 """A model that has trained can be moved to another dtype or device, as nn.Module's methods do it."""
 
 import copy
-import functools
 import weakref
 
 import pytest
 import torch
 from meshes import mesh_or_group
+from ranks import run_ranks
 from torch import nn
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.core.dtensors import local_of
 from tp_invariant.testing import assert_bitwise_equal
 
-run_ranks = functools.partial(testing.run_ranks, device="cpu")
 MOVES = {
     "cpu": lambda model: model.cpu(),
     "to_device": lambda model: model.to("cpu"),
