@@ -262,11 +262,7 @@ class SafetensorsWriter(StorageWriter):
                 fresh.unlink()
             raise
         _sync(self.folder)
-        self._clean(files)
-
-    def _clean(self, files: set[str]) -> None:
-        """Removes data files that the index does not name."""
-        for path in self.folder.iterdir():
+        for path in self.folder.iterdir():  # of saves before this one, or that did not finish
             if _LEFT_OVER.fullmatch(path.name) and path.name not in files:
                 with suppress(OSError):  # the checkpoint is complete; leftovers only take space
                     path.unlink()

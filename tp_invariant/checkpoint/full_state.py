@@ -201,13 +201,6 @@ def tensor_specs(model: nn.Module) -> dict[int, ShardSpec]:
     return {key: spec for key, (_, spec) in named.items()}
 
 
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for a tensor of another kind."""
-    if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided:
-        kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
-        raise TypeError(f"{name} is a {kind} tensor: only dense plain tensors are supported")
-
-
 def entry_of(tensor: Tensor, spec: ShardSpec) -> Entry:
     return Entry(local_of(tensor), spec, tensor if spec.is_cut_further(tensor) else None)
 
@@ -236,7 +229,11 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
                 f"which does not say how it is cut over the ranks {ranks_of(spec.group)} of its layer's tp_group: "
                 "fully_shard needs a DeviceMesh as tp_group"
             )
-        check_dense(f"{name} in the model's state dict", value)
+        if hasattr(value, "__tensor_flatten__") or value.layout != torch.strided:
+            kind = type(value).__name__ if value.layout == torch.strided else value.layout
+            raise TypeError(
+                f"{name} in the model's state dict is a {kind} tensor: only dense plain tensors are supported"
+            )
     return {name: entry_of(tensor, specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
 
 

@@ -289,10 +289,6 @@ def compare(lines: Sequence[Line], theirs: dict[str, str], path: str, predicted:
     return 1 if differ or here or there or not shared else 0
 
 
-def _is_prediction(path: str) -> bool:
-    return f"# {_MODEL}" in Path(path).read_text(errors="replace").splitlines()
-
-
 def main(argv: Sequence[str]) -> int:
     """The `fingerprint` command; exit statuses as its help says."""
     parser = argparse.ArgumentParser(
@@ -322,7 +318,8 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if options.compare:
-        return compare(lines, theirs, options.compare, bool(options.model) or _is_prediction(options.compare))
+        predicted = f"# {_MODEL}" in Path(options.compare).read_text(errors="replace").splitlines()
+        return compare(lines, theirs, options.compare, bool(options.model) or predicted)
     if not options.output:
         sys.stdout.write(text)
     return 0

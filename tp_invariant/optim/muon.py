@@ -169,7 +169,8 @@ def _described(p: Tensor, over: Group, update: Tensor, options: dict[str, Any]) 
         sizes = [update.shape[dim]] * over.size
     else:
         shape = list(p.shape)
-        shards = [(axis, *at) for axis, at in zip(_sharding(p), mesh_shards(p), strict=True) if at[0].size > 1]
+        axes = [axis for axis, placement in enumerate(p.placements) if not placement.is_replicate()]
+        shards = [(axis, *at) for axis, at in zip(axes, mesh_shards(p), strict=True) if at[0].size > 1]
         if shards and over.size > 1:
             raise ValueError(
                 f"a parameter of shape {shape} on rank {over.rank} is a DTensor placed as {p.placements} of a part "
@@ -197,10 +198,6 @@ def _described(p: Tensor, over: Group, update: Tensor, options: dict[str, Any]) 
     return _Matrix(
         p, options, update, (rows, cols), dim, stride, group, sizes, pieces if options["split_stacked"] else (0, 1)
     )
-
-
-def _sharding(p: Any) -> list[int]:
-    return [axis for axis, placement in enumerate(p.placements) if not placement.is_replicate()]
 
 
 # --- who computes what ----------------------------------------------------------------------------------------------

@@ -310,18 +310,14 @@ class RankPool:
 
 
 def packed(fn: Callable, args: tuple) -> bytes:
-    """The call fn(tp_group, *args) as bytes to send to ranks."""
-    # in two parts: the ranks must set the parent's sys.path before they unpickle the function
-    return pickle.dumps((_parent_state(), dumps((fn, args))))
-
-
-def _parent_state() -> dict[str, Any]:
-    """The state of the parent that ranks take over: the gate and the import path."""
-    return {
+    """The call fn(tp_group, *args) as bytes to send to ranks, with the parent's gate and import path."""
+    state = {
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "variables": {name: os.environ.get(name) for name in (mode.MODE_VARIABLE, mode.ALIAS_VARIABLE)},
         "override": mode._override,
     }
+    # in two parts: the ranks must set the parent's sys.path before they unpickle the function
+    return pickle.dumps((state, dumps((fn, args))))
 
 
 _pools: dict[str, RankPool] = {}
