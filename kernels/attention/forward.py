@@ -391,9 +391,10 @@ def _forward(
     cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
     kernel, describe = _attention, descriptor
     if plan.is_own:
+        from .. import gluon_descriptor
         from . import hopper
 
-        kernel, describe = hopper.forward, hopper.descriptor
+        kernel, describe = hopper.forward, gluon_descriptor.descriptor
     part = None if plan.merge is None else torch.empty(plan.parts, dtype=torch.float32, device=q.device)
     tensors = (
         q, k_rows.descriptor(k, plan.blocks[0], describe), v_rows.descriptor(v, plan.blocks[1], describe), out, lse,

@@ -12,14 +12,9 @@ Imported by the first call that needs it, because Gluon has no interpreter.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import plans
 from . import tiles as tiles_of_triton
@@ -49,17 +44,6 @@ _capped = gluon.jit(tiles_of_triton.capped.fn)
 _matrix_rows = gluon.jit(tiles_of_triton.matrix_rows.fn)
 _with_matrix = gluon.jit(tiles_of_triton.with_matrix.fn)
 _biased_exponent = gluon.jit(tiles_of_triton.biased_exponent.fn)
-
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def _described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
-
-
-def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> Any:
-    """A TMA descriptor of a matrix in x's memory, for the kernels of this file."""
-    return plans.descriptor(x, shape, strides, block, _described)
 
 
 @gluon.jit

@@ -10,10 +10,6 @@ Imported by the first call that needs it, because Gluon has no interpreter.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,20 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import plans
-
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def _described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
-
-
-def descriptor(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> Any:
-    """A TMA descriptor in x's memory, for the kernel of this file."""
-    return plans.descriptor(x, shape, strides, block, _described)
 
 
 @gluon.jit

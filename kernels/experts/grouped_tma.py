@@ -341,13 +341,11 @@ def outer(a: Tensor, b: Tensor, offsets: Tensor, c: Tensor, accumulate: bool, ti
     kernel, describe, options = _outer, descriptor, dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     constants: tuple = accumulate, tile.halves
     if tile.ahead:
+        from .. import gluon_descriptor
         from . import grouped_hopper
 
-        kernel, describe, options = (
-            grouped_hopper.outer_ahead,
-            grouped_hopper.descriptor,
-            dict(num_warps=tile.num_warps),
-        )
+        kernel, describe = grouped_hopper.outer_ahead, gluon_descriptor.descriptor
+        options = dict(num_warps=tile.num_warps)
         constants = tile.num_stages, tile.num_warps, tile.halves
     kernel(
         index, _grid(tile, experts * cdiv(m, bm) * cdiv(n, bn), index),

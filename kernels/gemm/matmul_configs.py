@@ -176,12 +176,12 @@ _TIMES = {layout: [(MatmulConfig(*fields), us) for fields, us in times.items()] 
 
 def tma_configs(x: Product, promoted: bool = False) -> list[tuple[float, MatmulConfig]]:
     """The table's configurations that fit, with their estimated microseconds, the fastest first. None changes bits."""
-    found = [
+    estimates = [
         (not is_sensible(config, x.m, x.n), estimated_us(coefficients, features(config, x)), config)
         for config, coefficients in _TIMES[LAYOUTS[x.a_transposed, x.b_transposed]]
         if fits_tma(config, x.out_itemsize, promoted)
     ]
-    return [(us, config) for _, us, config in sorted(found, key=operator.itemgetter(0, 1))]
+    return [(us, config) for _, us, config in sorted(estimates, key=operator.itemgetter(0, 1))]
 
 
 @functools.cache

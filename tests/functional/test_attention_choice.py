@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from attention_cases import naively
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_invariant as tpi
 from tp_invariant.core.elementwise import PositionInvariantActivation, in_whole_vectors
@@ -235,15 +234,6 @@ def test_an_interrupted_forward_leaves_nothing_behind_with_the_mode_off():
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def test_a_forced_backend():
-    q, k, v, _ = tensors(4, 4, 16, torch.float32)
-    with sdpa_kernel(SDPBackend.MATH):
-        safe_attention(q, k, v, enable_gqa=True)
-    for forced in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        with sdpa_kernel(forced), pytest.raises(ValueError, match=r"allows neither SDPBackend\.EFFICIENT"):
-            safe_attention(q, k, v, enable_gqa=True)
 
 
 Q, KV, MASK = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 6, 8), torch.ones(5, 6, dtype=torch.bool)

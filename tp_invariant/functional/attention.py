@@ -225,20 +225,9 @@ def _as_kernels_take(
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, cu_q: Tensor | None,
+    cu_k: Tensor | None, max_q: int, max_k: int, causal: bool, scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
     sinks, mask = _as_kernels_take(q, k, sinks, mask)
@@ -247,24 +236,10 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    mask_grad: bool,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, mask: Tensor | None,
+    cu_q: Tensor | None, cu_k: Tensor | None, mask_grad: bool, max_q: int, max_k: int, causal: bool, scale: float,
+    window: int, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; an empty tensor for what is not asked for."""
     spec, lengths = AttentionSpec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
     options = _as_kernels_take(q, k, sinks, mask)

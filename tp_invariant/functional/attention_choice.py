@@ -54,9 +54,7 @@ def safe_attention(
     A query that sees no key gives zeros. Under torch.autocast, q, k and v are cast to autocast's dtype.
 
     Raises:
-        ValueError: shapes, devices or options that are not compatible, a mask together with is_causal, or a
-            torch.nn.attention.sdpa_kernel that allows neither MATH nor EFFICIENT_ATTENTION (not checked in compiled
-            code).
+        ValueError: shapes, devices or options that are not compatible, or a mask together with is_causal.
         TypeError: a dtype that the kernels do not take, a mask of integers.
     """
     q, k, v = in_autocasts_dtype(q, k, v)
@@ -65,8 +63,6 @@ def safe_attention(
         check_mask(attn_mask, q, k, "attn_mask")
         if is_causal:
             raise ValueError("attn_mask and is_causal=True exclude each other: put both into one mask")
-    if not torch.compiler.is_compiling():
-        _check_not_forced()
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
     if attn_mask is not None:
         return attention(q, k, v, mask=attn_mask, **options)
@@ -93,16 +89,6 @@ def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: A
     if both == q.shape[2]:
         return out
     return torch.cat([out, attention(q[:, :, both:], k, v, **options)], dim=2)  # these queries see all keys
-
-
-def _check_not_forced() -> None:
-    """Raises under an sdpa_kernel(..) that allows no invariant implementation."""
-    if not (torch.backends.cuda.mem_efficient_sdp_enabled() or torch.backends.cuda.math_sdp_enabled()):
-        raise ValueError(
-            "torch.nn.attention.sdpa_kernel(..) allows neither SDPBackend.EFFICIENT_ATTENTION nor SDPBackend.MATH: "
-            "allow one of them while the TP-invariant mode is on; flash and cuDNN give a head other bits when fewer "
-            "are in the call"
-        )
 
 
 # --- in place of F.scaled_dot_product_attention ---------------------------------------------------------------------
@@ -209,11 +195,11 @@ class SafeSdpa:
 
 def callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:
     """{id: module} of the modules whose forward calls the named ones, which therefore may compute attention."""
-    found = {}
+    by_id = {}
     for name in names:
         while name := name.rpartition(".")[0]:
             parent = model.get_submodule(name)
             if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):  # these have no forward of their own
-                found[id(parent)] = parent
+                by_id[id(parent)] = parent
                 break
-    return found
+    return by_id

@@ -346,7 +346,7 @@ class ExpertWeight:
         return rearrange(major, pattern, stride=self.stride)
 
     def to_shards(self, grad: Tensor) -> Tensor:
-        """The gradients of the experts that this rank computes -> that of its part: the way back of of_owner."""
+        """The inverse of of_owner: the gradients of the experts that this rank computes -> that of its part."""
         if self.group.size == 1 or self.dim == 0:
             return grad
         if self.dim is None:

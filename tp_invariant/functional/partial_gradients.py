@@ -121,5 +121,5 @@ torch.serialization.add_safe_globals([PartialGradients])
 
 def partial_gradients_of(parameter: Tensor) -> PartialGradients | None:
     """Those of a parameter that a MicroBatchTree reads; None if none does."""
-    found: PartialGradients | None = getattr(parameter, "partial_gradients", None)
-    return found if found is not None and found.is_read else None
+    gradients: PartialGradients | None = getattr(parameter, "partial_gradients", None)
+    return gradients if gradients is not None and gradients.is_read else None

@@ -52,35 +52,23 @@ def region_function(
     return type(name, (torch.autograd.Function,), methods)
 
 
-def gather_scale(size: int) -> tuple[int, int]:
-    """`scale` of an operator that gathers over `size` ranks."""
-    return size, 1
+def gathered(x: Tensor, dim: int, *configs: Any) -> list[int]:
+    """x's shape with a dim that is gathered over the group, the last of configs."""
+    return [size * configs[-1].size if i == dim % x.dim() else size for i, size in enumerate(x.shape)]
 
 
-def scatter_scale(size: int) -> tuple[int, int]:
-    """`scale` of an operator that returns one rank's part of `size`."""
-    return 1, size
+def scattered(x: Tensor, dim: int, *configs: Any) -> list[int]:
+    """x's shape with a dim of which a rank of the group, the last of configs, has its part."""
+    return [size // configs[-1].size if i == dim % x.dim() else size for i, size in enumerate(x.shape)]
 
 
 def region_op(
-    function: type[torch.autograd.Function],
-    name: str,
-    scale: Callable[[int], tuple[int, int]] | None = None,
-    dim: int | None = None,
+    function: type[torch.autograd.Function], name: str, shape: Callable[..., Any] = lambda x, *configs: x.shape
 ) -> Callable:
-    """The operator of a `region_function`.
-
-    Args:
-        scale: (size of the group) -> (m, d): a dim of the result has m / d times x's size; None if no dim changes.
-        dim: the dim that changes; None: the first of configs is the dim.
-    """
+    """The operator of a `region_function`. shape: of its result, from (x, *configs)."""
 
     def outputs(x: Tensor, *configs: Any) -> list[Tensor]:
-        shape = list(x.shape)
-        if scale is not None:
-            (by, over), changed = scale(configs[-1].size), configs[0] if dim is None else dim
-            shape[changed] = shape[changed] * by // over
-        return [x.new_empty(shape)]
+        return [x.new_empty(shape(x, *configs))]
 
     return as_custom_op(function, name=name, tensors=("x",), outputs=outputs, restore=_set_context)
 
@@ -88,18 +76,14 @@ def region_op(
 # --- along the sequence ---------------------------------------------------------------------------------------------
 
 
-def _new_whole(x: Tensor, dim: int, group: Group) -> Tensor:
-    return (
-        gather_dim(x, dim, group, peers=NOT_LENT) if group.size > 1 else x.clone(memory_format=torch.contiguous_format)
-    )
+def _gather(x: Tensor, dim: int, for_layers: bool, group: Group) -> Tensor:
+    if group.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    return gather_dim(x, dim, group, peers=NOT_LENT)
 
 
 def _part(x: Tensor, dim: int, group: Group) -> Tensor:
     return x.chunk(group.size, dim)[group.rank]
-
-
-def _gather(x: Tensor, dim: int, for_layers: bool, group: Group) -> Tensor:
-    return _new_whole(x, dim, group)
 
 
 _GatherSequence = region_function(
@@ -110,8 +94,8 @@ _ScatterSequence = region_function(
     lambda x, dim, group: _part(x, dim, group).clone(memory_format=torch.contiguous_format),
     lambda grad, dim, group: gather_dim(grad, dim, group, peers=NOT_LENT).contiguous(),
 )
-_gather_sequence = region_op(_GatherSequence, "gather_sequence", gather_scale)
-_scatter_sequence = region_op(_ScatterSequence, "scatter_sequence", scatter_scale)
+_gather_sequence = region_op(_GatherSequence, "gather_sequence", gathered)
+_scatter_sequence = region_op(_ScatterSequence, "scatter_sequence", scattered)
 
 
 def _along_sequence(fn: Callable[..., Tensor], name: str, x: Tensor, dim: int, group: Group, *options: bool) -> Tensor:
@@ -125,10 +109,11 @@ def _along_sequence(fn: Callable[..., Tensor], name: str, x: Tensor, dim: int, g
         share_error(error, group, x.device, agreed)
         raise
     dim %= x.dim()
-    if group.size == 1:
-        return stored_copy(as_local(x)) if torch.compiler.is_compiling() else fn(x, dim, *options, group)
+    if group.size == 1 and torch.compiler.is_compiling():
+        return stored_copy(as_local(x))
     facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
-    check_agreement(facts, group, x.device, agreed)
+    if group.size > 1:
+        check_agreement(facts, group, x.device, agreed)
     return fn(x, dim, *options, group)
 
 
@@ -188,8 +173,8 @@ def _part_of_features(x: Tensor, stride: Stride, group: Group) -> Tensor:
 
 _GatherFeatures = region_function("_GatherFeatures", _whole_features, _part_of_features)
 _ScatterFeatures = region_function("_ScatterFeatures", _part_of_features, _whole_features)
-_gather_features = region_op(_GatherFeatures, "gather_features", gather_scale, dim=-1)
-_scatter_features = region_op(_ScatterFeatures, "scatter_features", scatter_scale, dim=-1)
+_gather_features = region_op(_GatherFeatures, "gather_features", lambda x, stride, group: gathered(x, -1, group))
+_scatter_features = region_op(_ScatterFeatures, "scatter_features", lambda x, stride, group: scattered(x, -1, group))
 
 
 def gather_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:
@@ -217,13 +202,7 @@ def _sum_of_heads(grad: Tensor, heads: int, group: Group) -> Tensor:
 
 
 _ExpandHeads = region_function("_ExpandHeads", _to_heads, _sum_of_heads)
-_expand_heads = as_custom_op(
-    _ExpandHeads,
-    name="expand_heads",
-    tensors=("x",),
-    outputs=lambda x, heads, group: [x.new_empty((x.shape[0], heads, *x.shape[2:]))],
-    restore=_set_context,
-)
+_expand_heads = region_op(_ExpandHeads, "expand_heads", lambda x, heads, group: (x.shape[0], heads, *x.shape[2:]))
 
 
 def expand_heads(x: Tensor, heads: int, group: Group) -> Tensor:

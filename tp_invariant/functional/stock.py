@@ -24,7 +24,7 @@ from ..core.differentiation import once_differentiable
 from ..kernels.rowwise.reference_gated import ACTIVATIONS
 from .linear import LinearCall, flatten_tokens, without_custom_op
 from .main_grad import is_asked_for
-from .regions import gather_scale, region_function, region_op, scatter_scale
+from .regions import gathered, region_function, region_op, scattered
 
 logger = logging.getLogger(__name__)
 _logged = False
@@ -94,8 +94,8 @@ _GatherForRegion = region_function("_GatherForRegion", gather_dim, _sum_scatter)
 _ReduceScatterFromRegion = region_function("_ReduceScatterFromRegion", _sum_scatter, gather_dim)
 _copy_to_region = region_op(_CopyToRegion, "copy_to_region")
 _reduce_from_region = region_op(_ReduceFromRegion, "reduce_from_region")
-_gather_for_region = region_op(_GatherForRegion, "gather_for_region", gather_scale)
-_reduce_scatter_from_region = region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", scatter_scale)
+_gather_for_region = region_op(_GatherForRegion, "gather_for_region", gathered)
+_reduce_scatter_from_region = region_op(_ReduceScatterFromRegion, "reduce_scatter_from_region", scattered)
 _max_over_ranks = region_op(_MaxOverRanks, "max_over_ranks")
 
 
