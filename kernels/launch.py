@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.accelerator import current_device_index
 
 # @triton.jit looks at TRITON_INTERPRET when it decorates, that is, when a kernel's module is imported. Setting the
 # variable later changes nothing about the kernels, so what counts is its value here.
@@ -52,7 +53,7 @@ def launch_on(tensor: Tensor, operation: str) -> contextlib.AbstractContextManag
     `operation` names the caller in the message.
     """
     index = tensor.get_device() if tensor.is_cuda else -1
-    if index >= 0 and tensor.data_ptr() and index == torch.cuda.current_device():
+    if index >= 0 and tensor.data_ptr() and index == current_device_index():
         return _NO_CONTEXT
     if tensor.data_ptr() == 0 and tensor.numel():
         raise ValueError(
@@ -77,7 +78,11 @@ def can_overlap(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] >= 9
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    has_context = False
+
+
+thread = _Thread()
 
 
 def bind_context(device_index: int) -> None:
@@ -87,6 +92,6 @@ def bind_context(device_index: int) -> None:
     torch's own switch of devices makes no such call. A launch binds it, but the driver's functions that encode a tensor
     map or copy memory fail with CUDA_ERROR_INVALID_CONTEXT where nothing was launched before.
     """
-    if not getattr(_thread, "has_context", False):
+    if not thread.has_context:
         torch.cuda.set_device(device_index)  # the runtime call is made even where this is the current device
-        _thread.has_context = True
+        thread.has_context = True

@@ -1,8 +1,9 @@
 """The table of plans: what calls of one operation with the same layouts have in common is prepared once.
 
+    run        of a function that checks an operation's arguments and prepares it: what it returns, for their layouts
     planned    of a function of sizes, strides, dtypes and options: its result, such as a tile configuration and a grid
-    Kernel     of a kernel and the kinds of its arguments: its compiled form, which is then launched directly
-    store      of a key that an operation makes, with `layouts` of its operands: what `find` gives a later call
+    Launch     of a kernel for arguments of the same layouts: its compiled form, which is then launched directly
+    Kernel     of a kernel and the kinds of its arguments: the same, for an operation that is not prepared
     descriptor of a shape, strides, a block and a dtype: all but the tensor of a descriptor, which Triton has checked
 
 Kernels and functional/ remember no call elsewhere. The table holds no tensor and no address, and what it holds follows
@@ -15,15 +16,19 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.accelerator import current_device_index
 from torch.nn import Parameter
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import bind_context, interpreting
+from .launch import bind_context, interpreting, thread
 
 _MAX_PLANS = 16384  # then all of them are made again: sizes may change at every call
 _plans: dict[tuple, Any] = {}
 _PLAIN = (Tensor, Parameter)
+_KINDS = {type(None), bool, int, float, str, torch.dtype}  # of options that are equal where they mean the same
 Planned = TypeVar("Planned", bound=Callable[..., Any])
 
 
@@ -40,9 +45,21 @@ def layouts(*tensors: Tensor | None) -> tuple | None:
     )
 
 
-def find(key: tuple) -> Any:
-    """The plan that `store` was given with this key, or None."""
-    return _plans.get(key)
+def run(prepare: Callable[..., Callable], tensors: tuple[Tensor | None, ...], *options: Any) -> Any:
+    """What `prepare(*tensors, *options)` returns is called with the tensors, and with later ones of the same layouts.
+
+    prepare: checks its arguments, which is not done again.
+    """
+    kinds, of_tensors = [type(option) for option in options], layouts(*tensors)
+    if of_tensors is None or not _KINDS.issuperset(kinds):
+        return prepare(*tensors, *options)(*tensors)
+    key = prepare, of_tensors, options, *kinds  # 1.0 and True are equal to 1
+    call = _plans.get(key)
+    if call is None:
+        call = prepare(*tensors, *options)
+        if not interpreting():
+            store(key, call)
+    return call(*tensors)
 
 
 def store(key: tuple, plan: Any) -> None:
@@ -79,6 +96,12 @@ def specialization(x: Any) -> Any:
     return kind, x.base.dtype, *x.block_shape
 
 
+@functools.cache
+def _stream_of() -> Callable[[int | None], int]:
+    """Of a device, its current stream as Triton's launches take it. They ask for it where it is not given."""
+    return driver.active.get_current_stream  # type: ignore[no-any-return]
+
+
 class Kernel:
     """A kernel of Triton with the options of all its launches. Its constexprs are its last parameters.
 
@@ -87,7 +110,7 @@ class Kernel:
     """
 
     def __init__(self, function: Any, **options: Any) -> None:
-        self._function, self._options = function, options
+        self.function, self.options = function, options
 
     def __call__(
         self, device_index: int | None, grid: tuple[int, ...], args: tuple, constants: tuple, **options: Any
@@ -99,7 +122,7 @@ class Kernel:
         """
         grid = (*grid, 1, 1)[:3]
         if interpreting():
-            self._function[grid](*args, *constants, **self._options, **options)
+            self.function[grid](*args, *constants, **self.options, **options)
             return
         call = self, device_index, constants, *options.items()
         # integers by their values, which takes a third of the time; floats by their class, so that 1.0 is not 1
@@ -109,30 +132,74 @@ class Kernel:
             of_kinds = *call, *[specialization(x) for x in args]
             compiled = _plans.get(of_kinds)
             if compiled is None:
-                compiled = self._function[grid](*args, *constants, **self._options, **options)
+                compiled = self.function[grid](*args, *constants, **self.options, **options)
                 store(of_kinds, compiled)
                 store(key, compiled)
                 return
             store(key, compiled)
-        compiled[grid](*args, *constants)
+        compiled[grid](*args, *constants, stream=_stream_of()(device_index))
 
 
-def descriptor(
+class Launch:
+    """What an operation that is prepared launches: a kernel, for arguments that differ in their memory alone.
+
+    So the form that is compiled for the first ones serves all.
+    """
+
+    def __init__(
+        self, kernel: Kernel, device_index: int, grid: tuple[int, ...], constants: tuple, **options: Any
+    ) -> None:
+        """The arguments are Kernel's. device_index: -1 for a CPU."""
+        self._kernel, self._index, self._grid, self._constants = kernel, device_index, (*grid, 1, 1)[:3], constants
+        self._options = {**kernel.options, **options}
+        self._compiled: Callable | None = None
+
+    def __call__(self, *args: Any) -> None:
+        """Launches on the current stream of the device."""
+        index, compiled = self._index, self._compiled
+        if index >= 0 and current_device_index() != index:
+            with torch.cuda.device(index):
+                self(*args)
+            return
+        if index >= 0 and not thread.has_context:
+            bind_context(index)
+        if compiled is not None:
+            compiled(*args, *self._constants, stream=_stream_of()(index))
+            return
+        compiled = self._kernel.function[self._grid](*args, *self._constants, **self._options)
+        if not interpreting():
+            self._compiled = compiled[self._grid]
+
+
+class Described:
+    """A descriptor but for its tensor: `of` a tensor of the same dtype and alignment it is one."""
+
+    def __init__(self, descriptor: Any) -> None:
+        self._kind, self._fields = type(descriptor), {**vars(descriptor), "base": None}
+
+    def of(self, x: Tensor) -> Any:
+        described = object.__new__(self._kind)
+        described.__dict__ = {**self._fields, "base": x}
+        return described
+
+
+def described(
     x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], make: Any = TensorDescriptor
-) -> Any:
+) -> Described:
     """What a kernel reads blocks of x's memory through by TMA, seen with this shape and these strides.
 
     make: of x and three lists, shape, strides and block, the descriptor of a kernel of Gluon's.
     """
-    if x.is_cuda:
-        bind_context(x.get_device())
     key = make, x.dtype, x.data_ptr() % 16 == 0, shape, strides, block
     plan = _plans.get(key)
     if plan is None:
-        described = make(x, list(shape), list(strides), list(block))  # Triton checks them
-        store(key, (type(described), {**vars(described), "base": None}))
-        return described
-    kind, fields = plan
-    described = object.__new__(kind)
-    vars(described).update(fields, base=x)
-    return described
+        plan = Described(make(x, list(shape), list(strides), list(block)))  # Triton checks them
+        store(key, plan)
+    return plan  # type: ignore[no-any-return]
+
+
+def descriptor(x: Tensor, *view: Any) -> Any:
+    """`described` of x. On CUDA the driver encodes it, for which it needs a context."""
+    if x.is_cuda and not thread.has_context:
+        bind_context(x.get_device())
+    return described(x, *view).of(x)

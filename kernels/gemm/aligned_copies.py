@@ -75,21 +75,10 @@ def _which(product: Product, unaligned: Unaligned, dtype: torch.dtype, promoted:
     return best
 
 
-def copied_matmul(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    promote_every: int | None = None,
-    always: bool = False,
-) -> Tensor | None:
-    """`matmul`, whose arguments these are and which has checked them, on the current device; or None.
-
-    None where TMA does not support the device or the dtypes, where nothing needs to be copied, and where the generic
-    kernel is estimated to be faster. `always` leaves out the estimate, and copies what TMA cannot address.
-    """
+def worthwhile_copies(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None, promote_every: int | None, always: bool = False
+) -> Unaligned | None:
+    """What `copied_matmul` copies; None where it has no result, besides one for which there is no memory."""
     (m, k), n = a.shape, b.shape[1]
     if not matmul_tma.supports_tma(a, 0, out_dtype) or max(m, n, k) > matmul_tma.MAX_SIDE:
         return None
@@ -105,8 +94,28 @@ def copied_matmul(
             m, n, k, _is_transposed(a), _is_transposed(b), a_split, b_split, out_dtype.itemsize, multiprocessors
         )  # fmt: skip
         unaligned = _which(product, unaligned, a.dtype, bool(promote_every))
-    if unaligned is None or not any(unaligned):
+    return unaligned if unaligned is not None and any(unaligned) else None
+
+
+def copied_matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    promote_every: int | None = None,
+    always: bool = False,
+) -> Tensor | None:
+    """`matmul`, whose arguments these are and which has checked them, on the current device; or None.
+
+    None where TMA does not support the device or the dtypes, where nothing needs to be copied, and where the generic
+    kernel is estimated to be faster. `always` leaves out the estimate, and copies what TMA cannot address.
+    """
+    unaligned = worthwhile_copies(a, b, out_dtype, out, promote_every, always)
+    if unaligned is None:
         return None
+    (m, k), n, addressable = a.shape, b.shape[1], tma_layout(a)
     copies_a, copies_b, copies_c = unaligned
     result = torch.empty((m, n), device=a.device, dtype=out_dtype) if out is None else out
     if copies_b:
@@ -127,7 +136,7 @@ def copied_matmul(
             try:
                 part = _copy(part)
             except torch.OutOfMemoryError:
-                if addressable[0] is None:
+                if addressable is None:
                     raise
         operands = matmul_tma.tma_operands(part, b, out_dtype, c)
         assert operands is not None

@@ -15,6 +15,8 @@ Under TRITON_INTERPRET=1 (no GPU) the same kernel runs on CPU tensors. That test
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, interpreting, launch_on
-from ..plans import Kernel, find, layouts
-from .aligned_copies import copied_matmul
+from ..plans import Kernel, Launch, run
+from .aligned_copies import copied_matmul, worthwhile_copies
 from .autotune import check_unmeasured, is_enabled
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
-from .matmul_tma import rank_major_operands, split, tma_matmul, tma_operands
-from .operands import check_bias, check_kinds, check_operands, check_output, check_promotion, written
+from .matmul_tma import prepare_tma, rank_major_operands, split, tma_operands
+from .operands import check_bias, check_kinds, check_memory, check_operands, check_output, check_promotion, written
 
 # In the interpreter tl.dot is one BLAS call per block, so block_k does change bits there: all shapes share one value.
 INTERPRETER_CONFIG = MatmulConfig(32, 64, 64, num_warps=4, num_stages=2)
@@ -135,9 +137,6 @@ def _matmul_kernel(
 _matmul = Kernel(_matmul_kernel)
 
 
-_OPTIONS = (type(None), torch.dtype, int)  # whose equality says that they mean the same
-
-
 def _check_rank_major(
     a: Tensor, b: Tensor, b_k_dim: int, stride: int, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
@@ -166,16 +165,6 @@ def _check_rank_major(
 def no_negated_views(*tensors: Tensor | None) -> list[Any]:
     """The tensors, with a copy of each that torch negates only by a flag (z.conj().imag), which kernels do not see."""
     return [tensor if tensor is None or not tensor.is_neg() else tensor.resolve_neg() for tensor in tensors]
-
-
-def _key(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, promote_every: int | None
-) -> tuple | None:
-    """Of what decides a product with a new output but the operands' memory; None for a call that has no plan."""
-    of_tensors = layouts(a, b, bias)
-    if of_tensors is None or type(out_dtype) not in _OPTIONS or type(promote_every) not in _OPTIONS:
-        return None
-    return matmul, *of_tensors, out_dtype, promote_every
 
 
 def matmul(
@@ -215,64 +204,94 @@ def matmul(
             rows, that shares memory with an operand or the bias, or that is negated by a flag, accumulate without out,
             a promote_every that is not a multiple of 128, or a device that cannot run Triton kernels.
     """
-    key = None
-    if out is None and config is None and not accumulate and not interpreting() and not is_enabled():
-        key = _key(a, b, bias, out_dtype, promote_every)
-        prepared = None if key is None else find(key)
-        if prepared is not None:  # the arguments of an earlier call, which were checked, had the same layouts
-            with launch_on(a, "matmul"):
-                return prepared(a, b, bias)  # type: ignore[no-any-return]
+    tensors, options = (a, b, bias, out), (out_dtype, accumulate, promote_every)
+    if config is not None or is_enabled():
+        return _prepare(*tensors, *options, config)(*tensors)
+    return run(_prepare, tensors, *options)  # type: ignore[no-any-return]
+
+
+_Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def _prepare(
+    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None, accumulate: bool,
+    promote_every: int | None, config: MatmulConfig | None = None,
+) -> _Product:  # fmt: skip
+    """`matmul` of tensors of these layouts."""
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     check_promotion(promote_every)
     if out is not None and out.is_neg():
         raise ValueError("matmul: out is a view that torch negates (is_neg() is True); allowed: a tensor that is not")
-    a, b, bias = no_negated_views(a, b, bias)
-    m, k = a.shape
-    n = b.shape[1]
+    launch_on(a, "matmul")
+    negated = any(x is not None and x.is_neg() for x in (a, b, bias))
+    product = _prepare_plain(*no_negated_views(a, b, bias), out, out_dtype, accumulate, promote_every, config)
+    if out is None and not negated:
+        return product
+
+    def call(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if out is not None:
+            check_memory(out, a, b, bias)
+        return product(*no_negated_views(a, b, bias), out)
+
+    return call
+
+
+def _prepare_plain(
+    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None, out_dtype: torch.dtype, accumulate: bool,
+    promote_every: int | None, config: MatmulConfig | None, may_copy: bool = True,
+) -> _Product:  # fmt: skip
+    """The same of tensors that have been checked."""
+    (m, k), n, index = a.shape, b.shape[1], a.get_device()
     if config is None:
         operands = tma_operands(a, b, out_dtype, out)
-        with launch_on(a, "matmul"):
-            if operands is None or any(split(operands.a, operands.b)):
-                c = copied_matmul(a, b, bias, out_dtype, out, accumulate, promote_every)
-                if c is not None:
-                    return c
-            if operands is not None:
-                return tma_matmul(
-                    operands, bias, out_dtype, out=out, accumulate=accumulate, promote_every=promote_every, key=key
-                )
+        may_copy = may_copy and (operands is None or any(split(operands.a, operands.b)))
+        if may_copy and worthwhile_copies(a, b, out_dtype, out, promote_every) is not None:
+            return partial(_with_copies, (out_dtype, accumulate, promote_every))
+        if operands is not None:
+            options = dict(out=out, accumulate=accumulate, promote_every=promote_every)
+            return prepare_tma(operands, bias, out_dtype, **options)
         check_unmeasured(a)
         spare = accumulate or promote_every is not None
         config = INTERPRETER_CONFIG if interpreting() else choose_config(m, n, k, a.dtype, spare_registers=spare)
         if a.is_cuda:
-            config = fit(config, a.element_size(), shared_memory_of(a.device.index))
+            config = fit(config, a.element_size(), shared_memory_of(index))
+    c_dtype = torch.float32 if interpreting() else out_dtype
+    grid = (cdiv(m, config.block_m) * cdiv(n, config.block_n),)
+    block_k = promoted_block_k(config.block_k, promote_every)
+    sizes = m, n, k, cdiv(k, block_k), (promote_every or 0) // block_k
+    constants = (
+        config.block_m, config.block_n, block_k, config.group_m, k % block_k == 0, bias is not None, accumulate,
+        bool(promote_every),
+    )  # fmt: skip
+    launch = Launch(_matmul, index, grid, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
-    with launch_on(a, "matmul"):
+    def call(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         if interpreting():
             # The interpreter's tl.dot and its subnormals are wrong in bfloat16, and it rounds to bfloat16 by
             # truncation: give it fp32 only, and let torch convert before and after.
             a, b = a.float(), b.float()
             bias = None if bias is None else bias.float()
-        c_dtype = torch.float32 if interpreting() else out_dtype
         in_place = out is not None and out.dtype == c_dtype
         c = out if in_place else torch.empty((m, n), device=a.device, dtype=c_dtype)
-        grid = (cdiv(m, config.block_m) * cdiv(n, config.block_n),)
-        block_k = promoted_block_k(config.block_k, promote_every)
-        _matmul(
-            a.device.index, grid,
-            (
-                a, b, c, c if bias is None else bias, m, n, k, cdiv(k, block_k), (promote_every or 0) // block_k,
-                a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), 0 if bias is None else bias.stride(0),
-            ),
-            (
-                config.block_m, config.block_n, block_k, config.group_m, k % block_k == 0, bias is not None,
-                accumulate, bool(promote_every),
-            ),
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+        strides = *a.stride(), *b.stride(), c.stride(0), 0 if bias is None else bias.stride(0)
+        launch(a, b, c, c if bias is None else bias, *sizes, *strides)
         if out is None:
             return c.to(out_dtype)
         return written(out) if in_place else out.copy_(c)
+
+    return call
+
+
+def _with_copies(
+    options: tuple[torch.dtype, bool, int | None], a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    out_dtype, accumulate, promote_every = options
+    with launch_on(a, "matmul"):
+        c = copied_matmul(a, b, bias, out_dtype, out, accumulate, promote_every)
+    if c is None:  # there is no memory for them
+        return _prepare_plain(a, b, bias, out, *options, None, may_copy=False)(a, b, bias, out)
+    return c
 
 
 def matmul_rank_major(
@@ -304,14 +323,23 @@ def matmul_rank_major(
         ValueError: shapes that do not fit each other, a stride that does not divide K/P, an invalid b_k_dim,
             different devices, a promote_every that is not a multiple of 128.
     """
+    return run(_prepare_rank_major, (a, b, bias), b_k_dim, stride, out_dtype, promote_every)  # type: ignore[no-any-return]
+
+
+def _prepare_rank_major(
+    a: Tensor, b: Tensor, bias: Tensor | None, b_k_dim: int, stride: int, out_dtype: torch.dtype | None,
+    promote_every: int | None,
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:  # fmt: skip
     _check_rank_major(a, b, b_k_dim, stride, bias, out_dtype)
     check_promotion(promote_every)
-    a, b, bias = no_negated_views(a, b, bias)
-    out_dtype = out_dtype or a.dtype
-    if not (a.numel() and b.numel()):
-        return None
-    operands = rank_major_operands(a, b, b_k_dim=b_k_dim, stride=stride, out_dtype=out_dtype)
+    plain = no_negated_views(a, b, bias)
+    out_dtype, operands = out_dtype or a.dtype, None
+    if a.numel() and b.numel():
+        operands = rank_major_operands(*plain[:2], b_k_dim=b_k_dim, stride=stride, out_dtype=out_dtype)
     if operands is None:
-        return None
-    with launch_on(a, "matmul"):
-        return tma_matmul(operands, bias, out_dtype, promote_every=promote_every)
+        return lambda *_: None
+    launch_on(a, "matmul")
+    product = prepare_tma(operands, plain[2], out_dtype, promote_every=promote_every)
+    if any(x is not y for x, y in zip(plain, (a, b, bias), strict=True)):
+        return lambda a, b, bias: product(*no_negated_views(a, b, bias))
+    return product

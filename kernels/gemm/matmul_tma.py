@@ -15,7 +15,8 @@ of C past M, which are not stored.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import cdiv
-from ..plans import Kernel, descriptor, planned, store
+from ..launch import cdiv, launch_on
+from ..plans import Kernel, Launch, described, planned
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
 from .operands import written
@@ -322,38 +323,7 @@ def _autotuned(x: TmaOperands, bias: Tensor | None, c: Tensor, accumulate: bool)
     return autotune.configuration(call, launch)
 
 
-class Prepared(NamedTuple):
-    """A product of operands of known layouts, but for them.
-
-    a, b, c  the shapes and strides in memory
-    numbers  that the kernel takes after its tensors
-    """
-
-    plan: _Plan
-    a: tuple[tuple[int, ...], tuple[int, ...]]
-    b: tuple[tuple[int, ...], tuple[int, ...]]
-    c: tuple[tuple[int, ...], tuple[int, ...]]
-    out_dtype: torch.dtype
-    numbers: tuple[int, ...]
-
-    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor | None = None) -> Tensor:
-        """Computes c, on the current device."""
-        plan = self.plan
-        if c is None:
-            c = torch.empty(self.c[0], device=a.device, dtype=self.out_dtype)
-        narrow = None if plan.narrow_block is None else descriptor(b, *self.b, plan.narrow_block)
-        _persistent_matmul(
-            c.get_device(), (plan.programs,),
-            (
-                descriptor(a, *self.a, plan.a_block), descriptor(b, *self.b, plan.b_block), narrow,
-                descriptor(c, *self.c, plan.c_block), c if bias is None else bias, *self.numbers,
-            ),
-            plan.constants, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
-        )  # fmt: skip
-        return c
-
-
-def tma_matmul(
+def prepare_tma(
     x: TmaOperands,
     bias: Tensor | None,
     out_dtype: torch.dtype,
@@ -362,25 +332,44 @@ def tma_matmul(
     out: Tensor | None = None,
     accumulate: bool = False,
     promote_every: int | None = None,
-    key: tuple | None = None,
-) -> Tensor:
-    """c [M, N] = a @ b (+ bias), on the current device; matmul.matmul has checked the arguments.
+) -> Callable[..., Tensor]:
+    """c [M, N] = a @ b (+ bias) of operands of these layouts; matmul.matmul has checked the arguments.
 
-    config: for tests and tuning; None takes the table's. key: with which the table of plans gets the call prepared.
+    The result takes a, b, bias and optionally out. config: for tests and tuning; None takes the table's.
     """
     a, b, a_transposed, b_transposed, m, n, k, ranks, piece_k = x
+    device, index, copies_bias = a.x.device, a.x.get_device(), False
     if bias is not None and n * bias.stride(0) > MAX_SIDE:
-        bias, key = bias.contiguous(), None  # the kernel's offsets are 32-bit
-    c = torch.empty((m, n), device=a.x.device, dtype=out_dtype) if out is None else out
+        bias, copies_bias = bias.contiguous(), True  # the kernel's offsets are 32-bit
+    c = torch.empty((m, n), device=device, dtype=out_dtype) if out is None else out
     if config is None and ranks == 1 and promote_every is None and autotune.is_enabled():
-        config, key = _autotuned(x, bias, c, accumulate), None
+        with launch_on(a.x, "matmul"):
+            config = _autotuned(x, bias, c, accumulate)
     plan = _plan(
         m, n, k, ranks, piece_k, a_transposed, b_transposed, *split(a, b),
-        out_dtype, bias is not None, accumulate, promote_every, multiprocessors_of(c.get_device()), config,
+        out_dtype, bias is not None, accumulate, promote_every, multiprocessors_of(index), config,
     )  # fmt: skip
     numbers = m, n, plan.steps, plan.promoted_steps, 0 if bias is None else bias.stride(0), ranks, piece_k
-    prepared = Prepared(plan, a[1:], b[1:], (c.shape, c.stride()), out_dtype, numbers)
-    if key is not None:
-        store(key, prepared)
-    prepared(a.x, b.x, bias, c)
-    return c if out is None else written(out)
+    of_a, of_b, of_c = (
+        described(*a, plan.a_block),
+        described(*b, plan.b_block),
+        described(c, c.shape, c.stride(), plan.c_block),
+    )
+    narrow = None if plan.narrow_block is None else described(*b, plan.narrow_block)
+    options = dict(num_warps=plan.config.num_warps, num_stages=plan.config.num_stages)
+    launch = Launch(_persistent_matmul, index, (plan.programs,), plan.constants, **options)
+
+    def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        c = torch.empty((m, n), device=device, dtype=out_dtype) if out is None else out
+        if copies_bias and bias is not None:
+            bias = bias.contiguous()
+        of_narrow = None if narrow is None else narrow.of(b)
+        launch(of_a.of(a), of_b.of(b), of_narrow, of_c.of(c), c if bias is None else bias, *numbers)
+        return c if out is None else written(out)
+
+    return product
+
+
+def tma_matmul(x: TmaOperands, bias: Tensor | None, *args: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+    """What `prepare_tma`, whose arguments these are, makes of them."""
+    return prepare_tma(x, bias, *args, out=out, **options)(x.a.x, x.b.x, bias, out)

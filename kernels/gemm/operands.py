@@ -125,12 +125,17 @@ def check_output(
     (rows, cols), (outer, inner) = shape, out.stride()
     if (cols > 1 and inner != 1) or (rows > 1 and outer < cols):
         raise ValueError(f"matmul: out has strides {out.stride()}; allowed: contiguous rows that do not overlap")
+    check_memory(out, a, b, bias)
+    return out.dtype
+
+
+def check_memory(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """The checks of `check_output` that are not of layouts: whether out requires grad, and shares memory."""
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("matmul: out requires grad, which a product written into it would not have: pass out.detach()")
     for name, read in (("a", a), ("b", b), ("bias", bias)):
         if read is not None and overlap(out, read):
             raise ValueError(f"matmul: out shares memory with {name}; allowed: memory of its own")
-    return out.dtype
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:

@@ -23,13 +23,15 @@ own, so no compiler's choice of where to fuse them can show, and the sums over r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import can_overlap, cdiv, interpreting, launch_on, next_power_of_2
-from ..plans import Kernel
+from ..plans import Kernel, Launch, run
 from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
 MAX_SINGLE_CHUNK = 16384  # longer rows are walked in chunks of LOOP_CHUNK
@@ -279,6 +281,14 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.clone(memory_format=torch.contiguous_format), h
 
 
+def _reading(*tensors: Tensor) -> tuple[Callable[..., tuple[Tensor, ...]], list[int]]:
+    """A function that gives tensors of these layouts as `_rows` does, and their row strides."""
+    rows, strides = zip(*[_rows(as_rows(x)) for x in tensors], strict=True)
+    if all(row.data_ptr() == x.data_ptr() for row, x in zip(rows, tensors, strict=True)):
+        return (lambda *xs: xs), list(strides)
+    return (lambda *xs: tuple([_rows(as_rows(x))[0] for x in xs])), list(strides)
+
+
 def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
@@ -294,22 +304,33 @@ def norm_forward(
     LayerNorm's variance is mean((x - mean)**2), in a second pass over the row. Raises TypeError for a dtype and
     ValueError for a shape, a device or an eps that does not fit.
     """
+    return run(_prepare_forward, (x, weight, bias), eps, rms, zero_centered, out_dtype)  # type: ignore[no-any-return]
+
+
+def _prepare_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool, zero_centered: bool,
+    out_dtype: torch.dtype | None,
+) -> Callable:  # fmt: skip
     check_forward("norm_forward", x, weight, bias, eps, out_dtype)
-    shape, x = x.shape, as_rows(x)
-    t, h = x.shape
-    out_dtype = x.dtype if out_dtype is None else out_dtype
-    y = torch.empty(shape, device=x.device, dtype=torch.float32 if interpreting() else out_dtype)
-    mean, rstd = (torch.empty(t, device=x.device, dtype=torch.float32) for _ in range(2))
+    shape, device, h = x.shape, x.device, x.shape[-1]
+    t, out_dtype = x.numel() // h, out_dtype or x.dtype
+    stored = torch.float32 if interpreting() else out_dtype
     if t > 0:
-        x_rows, stride = _rows(x)
-        w, b = (_rows(weight if vector is None else vector)[0] for vector in (weight, bias))
-        with launch_on(x, "norm_forward"):
-            chunk, warps = row_chunk(h)
-            constants = (h, chunk, rms, zero_centered, bias is not None, keeps_row(h, rms))
-            _forward(
-                x.device.index, (t,), (x_rows, w, b, y, mean, rstd, stride, float(eps)), constants, num_warps=warps
-            )
-    return y.to(out_dtype), None if rms else mean, rstd
+        launch_on(x, "norm_forward")
+        chunk, warps = row_chunk(h)
+        constants = (h, chunk, rms, zero_centered, bias is not None, keeps_row(h, rms))
+        launch = Launch(_forward, x.get_device(), (t,), constants, num_warps=warps)
+        read, (stride, *_) = _reading(x, weight, weight if bias is None else bias)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        y = torch.empty(shape, device=device, dtype=stored)
+        rstd = torch.empty(t, device=device, dtype=torch.float32)
+        mean = rstd if rms else torch.empty(t, device=device, dtype=torch.float32)
+        if t > 0:
+            launch(*read(x, weight, weight if bias is None else bias), y, mean, rstd, stride, float(eps))
+        return y if stored is out_dtype else y.to(out_dtype), None if rms else mean, rstd
+
+    return call
 
 
 def norm_backward(
@@ -317,7 +338,8 @@ def norm_backward(
     zero_centered: bool, with_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `norm_backward_input` and `norm_weight_partial_sums` return, from one launch."""
-    return _launch_backward("norm_backward", dy, x, weight, mean, rstd, rms, zero_centered, rows_per_sum, with_bias)
+    options = "norm_backward", rms, zero_centered, rows_per_sum, with_bias
+    return run(_prepare_backward, (dy, x, weight, mean, rstd), *options)  # type: ignore[no-any-return]
 
 
 def norm_backward_input(
@@ -329,7 +351,8 @@ def norm_backward_input(
     rstd: float32 [T], from `norm_forward`. Raises TypeError for a dtype and ValueError for a shape or a device that
     does not fit.
     """
-    return _launch_backward("norm_backward_input", dy, x, weight, mean, rstd, rms, zero_centered, None, False)[0]
+    options = "norm_backward_input", rms, zero_centered, None, False
+    return run(_prepare_backward, (dy, x, weight, mean, rstd), *options)[0]  # type: ignore[no-any-return]
 
 
 def norm_weight_partial_sums(
@@ -343,7 +366,8 @@ def norm_weight_partial_sums(
     `norm_backward_input`; rows_per_sum below 1 raises ValueError. mean and rstd may be [T, heads]: then a row consists
     of `heads` equal parts, the heads of one token, and each part is normalised separately.
     """
-    return _launch_backward("norm_weight_partial_sums", dy, x, None, mean, rstd, rms, False, rows_per_sum, with_bias)[1]
+    options = "norm_weight_partial_sums", rms, False, rows_per_sum, with_bias
+    return run(_prepare_backward, (dy, x, None, mean, rstd), *options)[1]  # type: ignore[no-any-return]
 
 
 def norm_backward_of_heads(
@@ -362,39 +386,45 @@ def norm_backward_of_heads(
     return dx, fold_partial_sums(sums, weight.dtype) if folded else sums
 
 
-def _launch_backward(
-    operation: str, dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, rms: bool,
+def _prepare_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, operation: str, rms: bool,
     zero_centered: bool, rows_per_sum: int | None, with_bias: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
+) -> Callable:  # fmt: skip
+    """What gives dx, empty if weight is None, and the partial sums, empty if rows_per_sum is."""
     heads = check_backward(operation, dy, x, mean, rstd, rms, heads=weight is None)
-    shape = (0, x.shape[-1]) if weight is None else x.shape
-    dy, x = as_rows(dy), as_rows(x)
-    t, h = x.shape
+    device, dtype, h = x.device, x.dtype, x.shape[-1]
+    t = x.numel() // h
     if weight is not None:
         check(operation, "weight", weight, (h,), x)
     if rows_per_sum is not None:
         check_rows_per_sum(operation, rows_per_sum)
     rows, count = 0 if weight is None else t, 0 if rows_per_sum is None else cdiv(t, rows_per_sum)
-    dx = torch.empty(shape, device=x.device, dtype=torch.float32 if interpreting() else x.dtype)
-    sums = torch.empty((count, 2 * h if with_bias else h), device=x.device, dtype=torch.float32)
+    shape, of_sums = (0, h) if weight is None else x.shape, (count, 2 * h if with_bias else h)
+    stored = torch.float32 if interpreting() else dtype
     if t > 0:
-        (dy_rows, dy_stride), (x_rows, x_stride), rstd_there = _rows(dy), _rows(x), _contiguous(rstd)
-        mean_there = rstd_there if rms or mean is None else _contiguous(mean)
-        w = x_rows if weight is None else _rows(weight)[0]
+        launch_on(x, operation)
+        read, (dy_stride, x_stride, _) = _reading(dy, x, x if weight is None else weight)
+        dense = all(sums is None or sums.is_contiguous() for sums in (mean, rstd))
         chunk, warps = row_chunk(h)
         columns, at_once = sums_tile(chunk, warps)
         sum_programs = cdiv(h, columns) if count else 0
         block = rows_per_sum or t
         numbers = dy_stride, x_stride, t, block, sum_programs, block if rows else 0, int(with_bias)
-        constants = h, chunk, rms, zero_centered, columns, at_once, heads, can_overlap(x.device.index)
+        constants = h, chunk, rms, zero_centered, columns, at_once, heads, can_overlap(device.index)
         grid = (count * sum_programs + rows,)
-        with launch_on(x, operation):
-            _backward(
-                x.device.index, grid, (dy_rows, x_rows, w, mean_there, rstd_there, dx, sums, *numbers), constants,
-                num_warps=warps,
-            )  # fmt: skip
-    return dx.to(x.dtype), sums
+        launch = Launch(_backward, x.get_device(), grid, constants, num_warps=warps)
+
+    def call(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        dx = torch.empty(shape, device=device, dtype=stored)
+        sums = torch.empty(of_sums, device=device, dtype=torch.float32)
+        if t > 0:
+            if not dense or rstd.is_neg():
+                mean, rstd = None if mean is None else _contiguous(mean), _contiguous(rstd)
+            means = rstd if rms or mean is None else mean
+            launch(*read(dy, x, x if weight is None else weight), means, rstd, dx, sums, *numbers)
+        return dx if stored is dtype else dx.to(dtype), sums
+
+    return call
 
 
 def fold_partial_sums(partial_sums: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -403,7 +433,7 @@ def fold_partial_sums(partial_sums: Tensor, out_dtype: torch.dtype | None = None
 
     Raises TypeError for another dtype and ValueError for another shape.
     """
-    return _launch_fold("fold_partial_sums", partial_sums, out_dtype, None)[0]
+    return run(_prepare_fold, (partial_sums,), "fold_partial_sums", out_dtype, None)[0]  # type: ignore[no-any-return]
 
 
 def fold_weight_gradients(
@@ -413,24 +443,29 @@ def fold_weight_gradients(
 
     bias_dtype is None, and so is dbias, if the partial sums are without those of the bias.
     """
-    return _launch_fold("fold_weight_gradients", partial_sums, weight_dtype, bias_dtype)
+    options = "fold_weight_gradients", weight_dtype, bias_dtype
+    return run(_prepare_fold, (partial_sums,), *options)  # type: ignore[no-any-return]
 
 
-def _launch_fold(
-    operation: str, sums: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
+def _prepare_fold(
+    sums: Tensor, operation: str, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> Callable:
     check_fold(operation, sums, weight_dtype, bias_dtype)
-    halves = 1 if bias_dtype is None else 2
+    launch_on(sums, operation)
+    halves, device, dense = 1 if bias_dtype is None else 2, sums.device, sums.is_contiguous()
     count, h = sums.shape[0], sums.shape[1] // halves
     dtypes = (weight_dtype or torch.float32, bias_dtype)[:halves]
-    outs = [torch.empty(h, device=sums.device, dtype=torch.float32 if interpreting() else dtype) for dtype in dtypes]
-    overlap = can_overlap(sums.device.index)
-    sums_there, grid = _contiguous(sums), (cdiv(h, FOLD_COLUMNS), halves)
-    constants = FOLD_COLUMNS, FOLD_AT_ONCE, overlap
-    with launch_on(sums, operation):
-        _fold(
-            sums.device.index, grid, (sums_there, outs[0], outs[-1], count, h), constants,
-            **({"launch_pdl": True} if overlap else {}),
-        )  # fmt: skip
-    folded = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]
-    return folded[0], folded[1] if halves == 2 else None
+    overlap = can_overlap(device.index)
+    options = {"launch_pdl": True} if overlap else {}
+    grid, constants = (cdiv(h, FOLD_COLUMNS), halves), (FOLD_COLUMNS, FOLD_AT_ONCE, overlap)
+    launch = Launch(_fold, sums.get_device(), grid, constants, **options)
+
+    def call(sums: Tensor) -> tuple[Tensor, Tensor | None]:
+        stored = [torch.float32] * halves if interpreting() else dtypes
+        outs = [torch.empty(h, device=device, dtype=dtype) for dtype in stored]
+        launch(sums if dense and not sums.is_neg() else _contiguous(sums), outs[0], outs[-1], count, h)
+        if interpreting():
+            outs = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]
+        return outs[0], outs[1] if halves == 2 else None
+
+    return call

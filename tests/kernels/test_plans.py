@@ -93,7 +93,7 @@ class Compiled:
         self.function, self.options = function, options
 
     def __getitem__(self, grid):
-        return lambda *args: interpret(self.function, *args, grid=grid, warmup=False, **self.options)
+        return lambda *args, stream: interpret(self.function, *args, grid=grid, warmup=False, **self.options)
 
 
 interpret = InterpretedFunction.run
@@ -110,6 +110,7 @@ def table(monkeypatch):
     monkeypatch.setattr(plans, "_plans", {})
     if DEVICE == "cpu":
         monkeypatch.setattr(plans, "interpreting", lambda: False)
+        monkeypatch.setattr(plans, "_stream_of", lambda: lambda index: 0)
         monkeypatch.setattr(InterpretedFunction, "run", run_and_compile)
     return plans._plans
 
@@ -168,7 +169,7 @@ class FakeKernel:
 
             class Form:
                 def __getitem__(_, grid):
-                    return lambda *args: self.launched.append((number, grid, args))
+                    return lambda *args, stream: self.launched.append((number, grid, args))
 
             return Form()
 

@@ -180,16 +180,17 @@ def interpreted(monkeypatch):
 
 def test_a_bias_whose_offsets_pass_32_bits_is_copied(interpreted, monkeypatch):
     """With the limit of 2^31 - 1 lowered to 200."""
+    from tp_invariant.kernels import plans
     from tp_invariant.kernels.gemm.matmul import matmul
 
     seen = []
-    kernel = interpreted._persistent_matmul
 
-    def launch(index, grid, args, constants, **options):
-        seen.append(args[9])
-        kernel(index, grid, args, constants, **options)
+    class Launch(plans.Launch):
+        def __call__(self, *args):
+            seen.append(args[9])
+            super().__call__(*args)
 
-    monkeypatch.setattr(interpreted, "_persistent_matmul", launch)
+    monkeypatch.setattr(interpreted, "Launch", Launch)
     monkeypatch.setattr(interpreted, "MAX_SIDE", 200)
     a, b = torch.randint(-8, 9, (4, 32)).float(), torch.randint(-8, 9, (32, 20)).float()
     for stride, launched in ((1, 1), (10, 10), (11, 1)):
