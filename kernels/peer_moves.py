@@ -23,13 +23,15 @@ Nothing is added, so nothing is rounded. Of both:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .launch import launch_on, next_power_of_2
-from .plans import Kernel
+from .plans import Kernel, Launch, planned
 
 TAGS = 2**12
 EPOCHS = 2**19 - 2  # even, as halves take turns; with TAGS and one more, so that no flag is 0, 31 bits
@@ -172,8 +174,11 @@ _gather = Kernel(_gather_kernel, num_warps=8, num_stages=1, sanitize_overflow=Fa
 _read = Kernel(_read_kernel, num_warps=16, num_stages=1, sanitize_overflow=False)
 
 
-def _words(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.int32)
+def _launch(launch: Launch, x: Tensor, out: Tensor, *args: Any) -> None:
+    if launch.compiled is None:  # for 32-bit words, of which its later calls take the addresses alone
+        launch_on(x, "a move between peers")
+        x, out = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
+    launch(x, out, *args)
 
 
 # --- a few bytes ----------------------------------------------------------------------------------------------------
@@ -205,13 +210,14 @@ def peer_gather(
     """
     size, words, row = table.shape[0], x.nbytes // 4, row // 4
     places = (words, 0, words) if row == words else (row, size * row, row)
-    with launch_on(x, "peer_gather"):
-        _gather(
-            x.device.index, (blocks_of(words),),
-            (_words(x), _words(out), table, states, rank, words, *places, capacity, tag, limit),
-            (size, next_power_of_2(size), BLOCK),
-        )  # fmt: skip
+    numbers = rank, words, *places, capacity, tag, limit
+    _launch(_gather_launch(x.get_device(), blocks_of(words), size), x, out, table, states, *numbers)
     return out
+
+
+@planned
+def _gather_launch(device_index: int, blocks: int, size: int) -> Launch:
+    return Launch(_gather, device_index, (blocks,), (size, next_power_of_2(size), BLOCK))
 
 
 # --- some MB --------------------------------------------------------------------------------------------------------
@@ -246,10 +252,11 @@ def peer_read(
     """
     size, vectors, row = table.shape[0], x.nbytes // blocks // VECTOR, row // VECTOR
     places = (row, size * row, row) if side_by_side else (max(vectors, 1), 0, vectors)
-    with launch_on(x, "peer_read"):
-        _read(
-            x.device.index, (CHUNKS,),
-            (_words(x), _words(out), table, states, rank, vectors, *places, slot, tag, limit),
-            (size, next_power_of_2(size), blocks, CHUNKS, _VECTORS),
-        )  # fmt: skip
+    numbers = rank, vectors, *places, slot, tag, limit
+    _launch(_read_launch(x.get_device(), size, blocks), x, out, table, states, *numbers)
     return out
+
+
+@planned
+def _read_launch(device_index: int, size: int, blocks: int) -> Launch:
+    return Launch(_read, device_index, (CHUNKS,), (size, next_power_of_2(size), blocks, CHUNKS, _VECTORS))

@@ -152,11 +152,11 @@ class Launch:
         """The arguments are Kernel's. device_index: -1 for a CPU."""
         self._kernel, self._index, self._grid, self._constants = kernel, device_index, (*grid, 1, 1)[:3], constants
         self._options = {**kernel.options, **options}
-        self._compiled: Callable | None = None
+        self.compiled: Callable | None = None
 
     def __call__(self, *args: Any) -> None:
         """Launches on the current stream of the device."""
-        index, compiled = self._index, self._compiled
+        index, compiled = self._index, self.compiled
         if index >= 0 and current_device_index() != index:
             with torch.cuda.device(index):
                 self(*args)
@@ -168,7 +168,7 @@ class Launch:
             return
         compiled = self._kernel.function[self._grid](*args, *self._constants, **self._options)
         if not interpreting():
-            self._compiled = compiled[self._grid]
+            self.compiled = compiled[self._grid]
 
 
 class Described:

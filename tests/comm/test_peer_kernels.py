@@ -35,15 +35,20 @@ class Stream:
 
 def test_moves_of_a_process_come_one_after_another(monkeypatch):
     channel = object.__new__(peer_kernels.Channel)
-    channel.moves, channel._last = 0, None
+    channel.moves, channel.stream, channel._handle, channel._device = 0, None, -1, None
     a, b = Stream("a"), Stream("b")
     captured = {a: False, b: False}
     monkeypatch.setattr(peer_kernels, "is_captured", captured.__getitem__)
-    assert [channel.next(stream) for stream in (a, a, b)] == [1, 2, 3]
+
+    def moved_on(stream):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        return channel.next(ord(stream.name))
+
+    assert [moved_on(stream) for stream in (a, a, b)] == [1, 2, 3]
     captured[a] = True  # it waits for nothing of a capture that is over
-    assert channel.next(a) == 4
+    assert moved_on(a) == 4
     captured[b] = True
-    assert channel.next(b) == 5
+    assert moved_on(b) == 5
     assert (a.waited, b.waited) == ([], ["a", "a"])
 
 

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tp_invariant.functional.gated import ACTIVATIONS
-from tp_invariant.kernels import peer_flags, peer_moves
+from tp_invariant.kernels import peer_flags, peer_moves, plans
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention import spec as attention_spec
@@ -87,6 +87,7 @@ def hopper():
 
 def products(dtype: torch.dtype, tma: bool) -> None:
     a, b, bias = torch.zeros(256, 512, dtype=dtype), torch.zeros(512, 384, dtype=dtype), torch.zeros(384, dtype=dtype)
+    plans._plans.clear()  # which hold whether TMA is used
     layouts = [(a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a[:3], b)]
     with mock.patch.object(matmul_tma, "supports_tma", lambda *args: tma):
         for x, y in layouts[: 1 if dtype == torch.float32 else None]:

@@ -44,16 +44,18 @@ class Channel:
         states = torch.zeros(blocks, dtype=torch.int32, device=device)
         self.kernel = partial(kernel, table=table, states=states, **options)
         self.moves = 0
-        self._last: Any = None  # the stream of the last move
+        self.stream: Any = None  # of the last move, and its handle
+        self._handle, self._device = -1, device
 
-    def next(self, stream: Any) -> int:
-        """The number of the move that `stream` is about to get; it runs after the one before.
+    def next(self, stream: int) -> int:
+        """The number of the move that the current stream, of this handle, is about to get; it runs after the one before.
 
         A stream that is captured waits for none of a capture that is over.
         """
-        last, self._last = self._last, stream
-        if last is not None and last != stream and is_captured(last) == is_captured(stream):
-            stream.wait_stream(last)
+        if stream != self._handle:
+            last, self.stream, self._handle = self.stream, torch.cuda.current_stream(self._device), stream
+            if last is not None and is_captured(last) == is_captured(self.stream):
+                self.stream.wait_stream(last)
         self.moves += 1
         return self.moves
 
@@ -62,9 +64,12 @@ class PeerKernels:
     """What a group has on a device: channels for small moves and for large ones, by whether they are captured."""
 
     def __init__(self, size: int, small: dict[bool, Channel], large: dict[bool, Channel]) -> None:
+        from triton.runtime import driver
+
         from ..kernels.peer_moves import TAGS
 
         self.size, self._tags, self.small, self.large = size, TAGS, small, large
+        self._stream_of = driver.active.get_current_stream  # its handle: a Stream of torch's takes longer to make
 
     @property
     def moves(self) -> int:
@@ -75,27 +80,27 @@ class PeerKernels:
         small = blocks == 1 and self.size * x.nbytes <= SMALL_BYTES
         alignment = 4 if small else 16
         x = x if x.data_ptr() % alignment == 0 else x.clone()
-        stream, captured = torch.cuda.current_stream(x.device), is_capturing()
-        out = x.new_empty(tuple(shape))  # first: where no memory is left, this was no move
+        stream, captured = self._stream_of(x.get_device()), torch.cuda.is_current_stream_capturing()
+        out = x.new_empty(shape)  # first: where no memory is left, this was no move
         channel = (self.small if small else self.large)[captured]
         tag = channel.next(stream) % self._tags
         if small:
             channel.kernel(x, out, row if side_by_side else x.nbytes, tag)
         else:
             channel.kernel(x, out, blocks, row, side_by_side, tag)
-        return OnStream(out, stream)
+        return OnStream(out, channel.stream, stream, self._stream_of)
 
 
 class OnStream(Pending):
-    """What a kernel on `stream` makes."""
+    """What a kernel on `stream`, of this handle, makes."""
 
-    def __init__(self, result: Tensor, stream: Any) -> None:
+    def __init__(self, result: Tensor, stream: Any, handle: int, handle_of: Callable[[int], int]) -> None:
         super().__init__(result, None)
-        self._stream = stream
+        self._stream, self._handle, self._handle_of = stream, handle, handle_of
 
     def wait(self) -> Tensor:
-        stream = torch.cuda.current_stream(self._result.device)
-        if stream != self._stream:
+        if self._handle_of(self._result.get_device()) != self._handle:
+            stream = torch.cuda.current_stream(self._result.device)
             stream.wait_stream(self._stream)
             self._result.record_stream(stream)
         return super().wait()
@@ -170,7 +175,7 @@ def start_gather_dim(x: Tensor, dim: int, group: Group) -> Pending | None:
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Pending | None:
     """Every rank's block of rows that is this rank's, [sum(send_sizes), C] -> [P, rows, C]; None if blocks differ."""
     rows = send_sizes[0]
-    if any(size != rows for size in send_sizes):
+    if len({*send_sizes}) > 1:
         return None
     return _start(x, group, (group.size, rows, *x.shape[1:]), x.nbytes // group.size, group.size)
 
@@ -180,6 +185,6 @@ def start_exchange_cols_for_rows(
 ) -> Pending | None:
     """From columns split over ranks to rows: x [T, N/P] -> [T/P, N]; None if the splits are uneven."""
     rows, cols = row_sizes[0], col_sizes[0]
-    if any(size != rows for size in row_sizes) or any(size != cols for size in col_sizes):
+    if len({*row_sizes}) > 1 or len({*col_sizes}) > 1:
         return None
     return _start(x, group, (rows, group.size * cols), cols * x.element_size(), group.size, side_by_side=True)
