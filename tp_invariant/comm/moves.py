@@ -23,11 +23,11 @@ def _first(
 ) -> Pending | None:
     if peers.for_graphs:
         peer_copies.prepare_for_graphs(group, x.device)
-    ways = (copy, kernel) if peers.early or peers.overlapped else (kernel, copy)
-    for way in ways:
-        if (peers.lend or way is kernel) and (pending := way()) is not None:
-            return pending
-    return None
+    copy_first = peers.lend and (peers.early or peers.overlapped)
+    pending = copy() if copy_first else kernel()
+    if pending is None and peers.lend:
+        pending = kernel() if copy_first else copy()
+    return pending
 
 
 def start_gather_major(x: Tensor, group: Group, peers: Peers) -> Pending | None:

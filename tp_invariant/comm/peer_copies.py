@@ -124,8 +124,11 @@ def _start(
     x: Tensor, sent: Sequence[tuple[int, int]], shape: Sequence[int], group: Group, early: bool
 ) -> Pending | None:
     copies = _copies_for(x, group, sent)
-    lease = None if copies is None else copies.start(x, sent, early)
-    if copies is None or lease is None:
+    if copies is None:
+        return None
+    x = stored(x)
+    lease = copies.start(x, sent, early)
+    if lease is None:
         return None
     assert isinstance(copies.machine, CudaMachine)
     return PeerPending(lease, copies.machine.view(lease.index, x.dtype, shape), x)
@@ -139,7 +142,7 @@ def start_gather(local: Tensor, group: Group, *, early: bool = False) -> Pending
     Raises:
         ValueError, RuntimeError: TP_INVARIANT_TRANSPORT holds something else, or what the group does not have.
     """
-    local, shape = stored(local), (group.size, *local.shape)
+    shape = group.size, *local.shape
     return _start(local, [(0, local.nbytes)] * group.size, shape, group, early)
 
 
@@ -147,13 +150,12 @@ def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
     """As start_gather, concatenated along `dim`; None too where dims before it are larger than one."""
     if not is_first(local, dim):
         return None
-    local = stored(local)
     return _start(local, [(0, local.nbytes)] * group.size, whole_shape(local, dim, group), group, False)
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
     """As start_gather: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
-    x, shape = stored(x), (group.size, send_sizes[group.rank], *x.shape[1:])
+    shape = group.size, send_sizes[group.rank], *x.shape[1:]
     row = x.nbytes // max(x.shape[0], 1)
     begins = accumulate(send_sizes, initial=0)
     sent = [(begin * row, size * row) for begin, size in zip(begins, send_sizes, strict=False)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -173,10 +172,13 @@ def gemm(
     cols = b.shape[1]
     if not (rows and k and cols):
         return _empty_product(gemm_fn, a, b, bias, out_dtype)
-    fn, kind = resolve_gemm_fn(gemm_fn, a.device), a.device.type
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-        c = fn(a, b, bias=bias, out_dtype=out_dtype)
-    if uses_bundled(gemm_fn):
+    kind = a.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return gemm(gemm_fn, a, b, bias=bias, out_dtype=out_dtype)
+    fn = resolve_gemm_fn(gemm_fn, a.device)
+    c = fn(a, b, bias=bias, out_dtype=out_dtype)
+    if gemm_fn is None and _default is None:
         return c  # the bundled ones need no check
     if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
         got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"

@@ -70,8 +70,8 @@ class _TokensOfGroup:
             captured.end()
 
 
-def _start(x: Tensor, dim: int, group: Group, overlapped: bool = False) -> _Gather:
-    return _Gather(x.detach(), _key(x, dim), start_gather_dim(x, dim, group, peers=Peers(overlapped=overlapped)))
+def _start(x: Tensor, dim: int, group: Group, key: tuple, overlapped: bool = False) -> _Gather:
+    return _Gather(x.detach(), key, start_gather_dim(x, dim, group, peers=Peers(overlapped=overlapped)))
 
 
 def _key(x: Tensor, dim: int) -> tuple:
@@ -100,11 +100,12 @@ class SharedTokens:
         """
         of = self._of(group)
         if is_capturing():
+            key = _key(x, dim)
             captured, of.captured = of.captured, None
-            if captured is None or captured.key != _key(x, dim):
+            if captured is None or captured.key != key:
                 if captured is not None:
                     captured.end()
-                captured = _start(x, dim, group)
+                captured = _start(x, dim, group, key)
             captured.pending.exclusive = True
             return captured.pending
         of.drop_captured()
@@ -116,7 +117,7 @@ class SharedTokens:
         shared, backward, key = of.shared, current_backward() != -1, _key(x, dim)
         if shared is None or shared.key != key or shared.has_user(user, backward):
             of.drop()
-            shared = of.shared = _Gather(x.detach(), key, start_gather_dim(x, dim, group, peers=Peers()))
+            shared = of.shared = _start(x, dim, group, key)
         shared.users.append((user, backward))
         return shared.pending
 
@@ -148,13 +149,13 @@ class SharedTokens:
         """
         if use is None or use.x is None or not self.enabled or in_torch_graph():
             return
-        of, capturing = self._of(use.group), is_capturing()
+        of, capturing, key = self._of(use.group), is_capturing(), _key(use.x, use.dim)
         if capturing and in_graphs:
             of.drop_captured()
-            of.captured = _start(use.x, use.dim, use.group, overlapped=True)
-        elif not capturing and (of.shared is None or of.shared.key != _key(use.x, use.dim)):
+            of.captured = _start(use.x, use.dim, use.group, key, overlapped=True)
+        elif not capturing and (of.shared is None or of.shared.key != key):
             of.drop()
-            of.shared = _start(use.x, use.dim, use.group, overlapped=True)
+            of.shared = _start(use.x, use.dim, use.group, key, overlapped=True)
 
     def forget_calls(self) -> None:
         """No call so far is followed by a backward in what comes now: a CUDA graph of one layer begins."""

@@ -161,16 +161,11 @@ def _columns_by_rank(local: Tensor, world: int) -> Tensor:
 # --- what is gathered -----------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Use:
+class _Use(tuple):
     """A layout of the weight in this memory, which `weight`, an alias, holds: no other weight gets its address."""
 
-    memory: tuple
+    weight: Tensor
     layout: WeightLayout
-    weight: Tensor = field(compare=False)
-
-    def __hash__(self) -> int:
-        return hash(self.memory[0])
 
 
 def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
@@ -186,11 +181,9 @@ def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
         return None  # a cast, which has no grad_fn where gradients are off
     if resharded_whole(weight) is not None:
         return None
-    return _Use(_memory_of(weight), layout, weight.detach())
-
-
-def _memory_of(weight: Tensor) -> tuple:
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+    use = _Use((weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, layout.part, layout.k_dim))
+    use.weight, use.layout = weight.detach(), layout
+    return use
 
 
 @dataclass
@@ -236,8 +229,10 @@ class _WeightsOfGroup:
             gathered.end()
 
     def find(self, use: _Use, capturing: bool) -> _Gathered | None:
-        found = self.early.get(capturing), self.kept.get(use)
-        return next((one for one in found if one is not None and one.serves(use, capturing)), None)
+        for one in self.early.get(capturing), self.kept.get(use):
+            if one is not None and one.serves(use, capturing):
+                return one
+        return None
 
 
 class WeightCache:
