@@ -172,11 +172,10 @@ def gemm(
     cols = b.shape[1]
     if not (rows and k and cols):
         return _empty_product(gemm_fn, a, b, bias, out_dtype)
-    kind = a.device.type
+    fn, kind = resolve_gemm_fn(gemm_fn, a.device), a.device.type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return gemm(gemm_fn, a, b, bias=bias, out_dtype=out_dtype)
-    fn = resolve_gemm_fn(gemm_fn, a.device)
     c = fn(a, b, bias=bias, out_dtype=out_dtype)
     if gemm_fn is None and _default is None:
         return c  # the bundled ones need no check
