@@ -18,6 +18,7 @@ class Layout:
 
     def __init__(self, group=GROUP):
         self.group, self.started, self.alive = group, [], []
+        self.part, self.k_dim = object(), 0
 
     def start(self, weight, *, early):
         result = weight.detach().clone()

@@ -181,9 +181,13 @@ def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
         return None  # a cast, which has no grad_fn where gradients are off
     if resharded_whole(weight) is not None:
         return None
-    use = _Use((weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, layout.part, layout.k_dim))
+    use = _Use((*_memory_of(weight), layout.part, layout.k_dim))
     use.weight, use.layout = weight.detach(), layout
     return use
+
+
+def _memory_of(weight: Tensor) -> tuple:
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
 @dataclass
