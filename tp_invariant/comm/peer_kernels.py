@@ -48,7 +48,7 @@ class Channel:
         self._handle, self._device = -1, device
 
     def next(self, stream: int) -> int:
-        """The number of the move that the current stream, of this handle, is about to get; it runs after the one before.
+        """The number of the move that the current stream, of this handle, gets now; it runs after the one before.
 
         A stream that is captured waits for none of a capture that is over.
         """
