@@ -240,7 +240,7 @@ def _called(function, known):
 def pytest_collection_finish():
     """What was imported stays, so Python's collector need not look at it again.
 
-    The library calls the collector and asks it for all objects (layers/ties.py), and here they are a million.
+    The library calls the collector and asks it for all objects (layers/in_place.py), and here they are a million.
     """
     gc.freeze()
 

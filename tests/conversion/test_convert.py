@@ -467,7 +467,7 @@ def test_what_no_pattern_covers_stays_whole_on_invariant_kernels():
     with tpi.set_tp_invariant_mode(True):
         model(torch.arange(6).view(2, 3))
     assert calls == [(64, 192), (64, 64), (64, 256), (256, 64), (64, 10)]
-    assert [type(m).__name__ for m in model[2]] == ["ParallelNorm", "Linear", "PositionInvariantActivation", "Linear"]
+    assert [type(m).__name__ for m in model[2]] == ["LayerNorm", "Linear", "GELU", "Linear"]
 
 
 # --- the example ----------------------------------------------------------------------------------------------------

@@ -317,7 +317,9 @@ def test_a_whole_activation_that_is_gathered():
 
 def facts_to_compare(model: nn.Module) -> list[Any]:
     """What verify must leave as it was."""
-    tensors = {n: (t.clone(), t.dtype, getattr(t, "grad", None)) for n, t in model.state_dict(keep_vars=True).items()}
+    tensors = {
+        n: (t.detach().clone(), t.dtype, getattr(t, "grad", None)) for n, t in model.state_dict(keep_vars=True).items()
+    }
     flags = [(m.training, list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
     return [tensors, flags, list(map(type, model.modules())), torch.get_rng_state(), torch.is_grad_enabled()]
 

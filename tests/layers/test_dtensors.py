@@ -614,13 +614,12 @@ def test_an_activation_that_is_a_dtensor_is_refused():
     assert run_ranks(dtensor_inputs, 2) == [[], []]
 
 
-def test_replicate_refuses_what_a_new_parameter_would_not_have():
+def test_replicate_refuses_hooks_and_keeps_gradients():
     def on_rank(tp_group):
         mesh, said = on_mesh(tp_group), []
         for change in (
             lambda p: p.register_hook(lambda grad: None),
             lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
-            lambda p: setattr(p, "grad", torch.ones_like(p)),
         ):
             torch.manual_seed(0)
             module = nn.Linear(4, 4)
@@ -629,11 +628,19 @@ def test_replicate_refuses_what_a_new_parameter_would_not_have():
                 tpi.replicate_(module, mesh)
             except ValueError as error:
                 said.append((str(error).partition(",")[0], isinstance(module.weight, DTensor)))
+        module = nn.Linear(4, 4).requires_grad_()
+        module.bias.grad, module.bias.no_decay = torch.arange(4.0), True
+        tpi.replicate_(module, mesh)
+        assert module.weight.grad is None and module.bias.no_decay
+        said.append(module.bias.grad.to_local())
+        module = nn.Linear(4, 4)
+        module.bias.grad = torch.full((4,), float(mesh.get_local_rank()))
+        with pytest.raises(RuntimeError, match="different weights in 1 of 1 gradients"):
+            tpi.replicate_(module, mesh)
         return said
 
-    for rank, said in enumerate(run_ranks(on_rank, 2)):
-        hooks, grad = ((f"bias on rank {rank} has {what}", False) for what in ("hooks", "a gradient"))
-        assert said == [hooks, hooks, grad]
+    for said in run_ranks(on_rank, 2):
+        assert said[:2] == [("bias: has hooks", False)] * 2 and said[2].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

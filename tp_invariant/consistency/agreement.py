@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
@@ -50,6 +50,21 @@ def forget_layers() -> None:
     """Numbers the layers that are built from now on from 1 again, in every group. Call it on all ranks."""
     _layer_counts.clear()
     _agreed.clear()  # calls of compiled layers, among whose facts is the number
+
+
+@contextmanager
+def numbers_given_back() -> Iterator[None]:
+    """Around what makes layers: if it raises, layers that are made later get the numbers of those made in it.
+
+    So ranks that have failed at different places number later layers alike.
+    """
+    counts = dict(_layer_counts)
+    try:
+        yield
+    except BaseException:
+        _layer_counts.clear()
+        _layer_counts.update(counts)
+        raise
 
 
 class AgreedCalls(set[Hashable]):

@@ -28,8 +28,8 @@ def check_same_model(
 ) -> None:
     """Compares the ranks' models, tensor by tensor, and `facts`, the arguments of the calling function. A collective.
 
-    A tensor on the meta device is not compared on the ranks that have it there. only: the parameters that are compared;
-    None for all of them, and the buffers.
+    A tensor on the meta device is not compared on the ranks that have it there. only: the parameters that are compared,
+    and their gradients where they have some; None for all of them, and the buffers.
 
     Raises:
         RuntimeError: the same on every rank; names the first parameters and buffers that differ, and which ranks hold
@@ -39,6 +39,8 @@ def check_same_model(
         "parameters": dict(model.named_parameters()) if only is None else only,
         "buffers": dict(model.named_buffers()) if only is None else {},
     }
+    grads = ((f"{name}.grad", p.grad) for name, p in kinds["parameters"].items())
+    kinds["gradients"] = {name: grad for name, grad in grads if grad is not None}
     named = {name: t for tensors in kinds.values() for name, t in tensors.items()}
     if group.process_group is None or group.size == 1 or not named:
         return

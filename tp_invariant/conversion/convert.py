@@ -1,12 +1,12 @@
-"""parallelize: replaces modules of a model by this library's, according to a plan; Hugging Face models have a plan.
+"""parallelize: makes a model's modules this library's, according to a plan; Hugging Face models have a plan.
 
-First a survey (survey.py) determines the replacement of each module, and lists everything that cannot be done. Only if
+First a survey (survey.py) determines what each module becomes, and lists everything that cannot be done. Only if
 that list is empty is the model changed. The parts of an invariant model:
 
     linear        nn.Linear -> tpi.Linear by its style; without a style it is replicated, on invariant kernels
     embedding     nn.Embedding -> tpi.VocabParallelEmbedding, sharded by rows or replicated
     norm          -> ParallelNorm, which knows whether its input is sharded by tokens or by heads
-    activation    -> PositionInvariantActivation, see core/elementwise.py
+    activation    stays; the functions that it calls are replaced, see attention_choice.py
     experts       -> Experts; the router's code stays, see hugging_face/experts.py
     parameter     of a module that stays (attention sinks): this rank's part, see layers/local_parameters.py
     attention     -> tpi.attention, see attention_choice.py; a Hugging Face model's loss: hugging_face/models.py
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import share_error
+from ..consistency.agreement import numbers_given_back, share_error
 from ..consistency.same_weights import check_same_model
 from ..core.identity import identify
 from ..core.module_hooks import with_key
@@ -41,15 +41,16 @@ from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_replicas_of
+from ..layers.in_place import all_or_nothing, convert, held_elsewhere, places_of, problems_in_place
 from ..layers.local_parameters import shard_parameters
-from ..layers.replicate import check_replaceable, place_whole
-from ..layers.ties import ties_to_outside
+from ..layers.replicate import place_whole
 from .gradient_flow import FirstForward
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
 from .survey import SEQUENCE_DIM, Survey
 
 
+@numbers_given_back()
 def parallelize(
     model: nn.Module,
     tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
@@ -61,20 +62,24 @@ def parallelize(
     verify: bool = False,
     example_inputs: Any = None,
 ) -> nn.Module:
-    """Replaces modules of `model`, in place, by tensor-parallel ones with this rank's part of their weights.
+    """Makes modules of `model` tensor-parallel where they stand, with this rank's part of their weights.
 
         model = tpi.parallelize(AutoModelForCausalLM.from_pretrained(..), tp_group)
         mlp = tpi.parallelize(nn.Sequential(..), tp_group, {"0": "colwise", "2": "rowwise"})
 
-    Call it on every rank, also at TP=1, with the same full model, before the optimizer is built. It is a collective: it
-    compares the ranks' weights before it changes anything (consistency/same_weights.py states the cost). Parameters
-    keep their names, values, dtypes and ties; state_dict() has this rank's shards under the same keys. Inputs and
-    outputs of the model are full tensors, the same on every rank. The mode is read at every call: if it is off, the
-    model runs stock tensor parallelism with its own attention.
+    Call it on every rank, also at TP=1, with the same full model. It is a collective: it compares the ranks' weights
+    before it changes anything (consistency/same_weights.py states the cost). Modules stay the same objects, of classes
+    derived from their own. With a ProcessGroup parameters do, too, and get this rank's part of their values and
+    gradients, so that an optimizer may have been made before, as long as it has made no step. Parameters keep their
+    names, attributes, dtypes and ties; state_dict() has this rank's shards under the same keys. Inputs and outputs of
+    the model are full tensors, the same on every rank. The mode is read at every call: if it is off, the model runs
+    stock tensor parallelism with its own attention. If it fails on any rank, the model is on all ranks as it was.
 
     Args:
-        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. Of a DeviceMesh every parameter of the model becomes
-            a DTensor on it; modules that stay as they are see their local tensors (`replicate_`).
+        tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. Of a DeviceMesh a DTensor on it takes the place, the
+            attributes and the gradient of every parameter of the model, so make the optimizer afterwards: one that
+            holds a former parameter raises at its first step. Modules that stay as they are see their local tensors
+            (`replicate_`).
         plan: {pattern: style or Part}, see plans.py; None: the plan of a Hugging Face model.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence length, so this does not work for decoding
@@ -95,7 +100,9 @@ def parallelize(
     Raises:
         ValueError: before anything is changed, with one line for each thing that cannot be done: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
-            divide, modules of other classes, dropout, an attention implementation that is not invariant. With verify,
+            divide, modules of other classes, dropout, an attention implementation that is not invariant; and what
+            would go on with a whole parameter of which ranks get parts: an autograd graph that is alive, the state of
+            an optimizer, a bound method forward. With verify,
             also the first module whose output or gradient differs from the unsharded model's, and by how much, or has
             other bytes than on one rank. Without verify, the first forward that needs gradients names each parameter
             whose gradient would be incomplete (gradient_flow.py).
@@ -118,7 +125,9 @@ def parallelize(
         return survey
 
     survey = survey_of(model, gemm_fn)
-    survey.problems += ties_to_outside(model, survey.swaps)
+    if not survey.problems:
+        change = model, survey.layers, survey.places(), group
+        survey.problems += [*problems_in_place(*change), *held_elsewhere(*change)]
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
     facts = {
@@ -150,24 +159,25 @@ def parallelize(
             _convert(twin, survey_of(twin, bundled_fn, alike if several else over, by_expert if several else None))
 
         check_plan(model, convert, example_inputs, group)
-    if group.mesh is not None:
-        check_replaceable(model, group.rank)
-    _convert(model, survey)
-    if group.mesh is not None:
-        place_whole(model, group.mesh)
-    FirstForward(model, group)
+    with all_or_nothing(model, everyone):
+        _convert(model, survey)
+        if group.mesh is not None:
+            place_whole(model, group.mesh)
+        FirstForward(model, group)
     return model
 
 
 def _convert(model: nn.Module, survey: Survey) -> None:
     """Changes the model as its survey says."""
-    _swap(model, survey.swaps)
+    convert(model, survey.layers, places_of(survey.layers, survey.modules))
     for name, dims in survey.shards.items():
         shard_parameters(model.get_submodule(name), survey.group, dims)
     for name in survey.latents:
         SharedKeys(model.get_submodule(name), survey.group)
     for name in survey.mixtures:
         SafeRouting(model.get_submodule(name), survey.gemm_fn)
+    for name in survey.activations:
+        SafeSdpa(model.get_submodule(name))
     if survey.is_hugging_face:
         hugging_face.install(model, survey.group.size)
         fused.install(model)
@@ -175,7 +185,7 @@ def _convert(model: nn.Module, survey: Survey) -> None:
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         attending = callers(model, linears)
     else:
-        attending = callers(model, survey.swaps) | {id(model): model}
+        attending = callers(model, survey.layers) | {id(model): model}
     for caller in attending.values():
         SafeSdpa(caller)
     if survey.stack is not None:
@@ -195,31 +205,6 @@ def _convert(model: nn.Module, survey: Survey) -> None:
             with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
             with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers), "sequence")
         with_key(norm.register_forward_hook(hooks.gather), "sequence")
-
-
-def _swap(model: nn.Module, swaps: Mapping[str, Callable[[], nn.Module]]) -> None:
-    """Replaces the old modules by the new ones; tied parameters stay tied."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a module may be at several places
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                places.setdefault(id(child), []).append((parent, name))
-    # by the id of an old parameter: it, so that its id is not reused, and the new modules that hold the new one
-    tied: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-    for name, make in swaps.items():
-        old = model.get_submodule(name)
-        new = make()
-        for key, parameter in old.named_parameters(recurse=False):
-            if not isinstance(getattr(new, key, None), nn.Parameter):
-                continue
-            _, holders = tied.setdefault(id(parameter), (parameter, []))
-            if holders:
-                setattr(new, key, getattr(*holders[0]))
-                for holder, name_there in holders:  # a module over a mesh makes a DTensor of what it is given
-                    setattr(holder, name_there, getattr(new, key))
-            holders.append((new, key))
-        for parent, attribute in places[id(old)]:
-            setattr(parent, attribute, new)
 
 
 class _SequenceHooks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..core.dtensors import local_of, sharded_already
-from ..core.elementwise import PositionInvariantActivation
-from ..core.module_hooks import has_own_forward, hooks_of
+from ..core.module_hooks import has_own_forward
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import experts_of, problem_with_experts
+from ..layers.in_place import Places, places_of
 from ..layers.linear import Linear, check_sizes
+from ..layers.local_parameters import places_of_parts
 from ..layers.parallel_norm import ParallelNorm, recognise_norm
 from ..layers.parameters import ShardedModule, ShardSpec
 from ..layers.vocab_embedding import VocabParallelEmbedding
@@ -36,6 +37,7 @@ from .plans import (
     resolve,
 )
 
+_Kind = TypeVar("_Kind", bound=nn.Module)
 SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
 
 
@@ -80,10 +82,13 @@ class Survey:
     gemm_fn: GemmFn | None
     own_plan: bool  # whether the plan is the model's own, which may name modules that do not exist
     stored_over: Group | None = None  # by expert over these ranks; None: by inner features
-    swaps: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)  # name: what makes the new module
+    # name: what makes the layer that a module becomes, on the meta device; and these layers if there is no problem
+    swaps: dict[str, Callable[[], ShardedModule]] = field(default_factory=dict)
+    layers: dict[str, ShardedModule] = field(default_factory=dict)
     # name of a module that stays: the sharded dims of those of its own parameters of which a rank holds a part
     shards: dict[str, dict[str, int]] = field(default_factory=dict)
     latents: list[str] = field(default_factory=list)  # names of modules with latent attention
+    activations: list[str] = field(default_factory=list)  # their names; they stay
     problems: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)  # names of experts modules, and of the modules that hold them
     mixtures: set[str] = field(default_factory=set)
@@ -137,6 +142,15 @@ class Survey:
                 self._problem(name, f"{type(module).__name__} was not understood: {type(error).__name__}: {error}")
         self._check_ties()
         self._check_config()
+        if not self.problems:
+            self.layers = {name: make() for name, make in self.swaps.items()}
+
+    def places(self) -> Places:
+        """Where the parameters go of modules that become layers, and those of which a rank holds a part."""
+        places = places_of(self.layers, self.modules)
+        for name, dims in self.shards.items():
+            places |= places_of_parts(self.modules[name], self.group, dims, name)
+        return places
 
     def _plan_blocks(self) -> None:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
@@ -251,7 +265,7 @@ class Survey:
         options = {
             name: given
             for name, part in self.parts.items()
-            if (given := part.linear_options()) and type(self.modules[name]) is nn.Linear
+            if (given := part.linear_options()) and computes_as(self.modules[name], nn.Linear)
         }
         parents = {name.rpartition(".")[0] for name in options}
         layers = "" if self.stack is None else self.stack.prefix
@@ -286,7 +300,8 @@ class Survey:
 
     def _survey_module(self, name: str, module: nn.Module) -> None:
         part = self.parts.get(name)
-        before = len(self.problems)
+        if _is_activation(module):
+            self.activations.append(name)
         if part is not None and part.style not in STYLES:
             self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
         elif name.startswith(tuple(f"{experts}." for experts in self.experts)):
@@ -297,7 +312,7 @@ class Survey:
             self._problem(name, f"is a {type(module).__name__} already")
         elif isinstance(module, nn.Dropout) and module.p:
             self._problem(name, f"dropout p={module.p}: its mask would depend on the degree; set p to 0")
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear or (part is not None and computes_as(module, nn.Linear)):
             self._linear(name, module, part or Part("replicate"))
         elif isinstance(module, nn.Embedding):
             self._embedding(name, module, part or Part("replicate"))
@@ -308,29 +323,18 @@ class Survey:
             self._norm(name, module, part or Part("replicate"))
         elif part is not None and part.style == HEADS_STYLE:
             self._problem(name, f"style {part.style!r} needs a norm with a weight, not a {type(module).__name__}")
-        elif _is_activation(module):
-            self.swaps[name] = lambda: PositionInvariantActivation(module)
         elif (
             (part is None or part.style == LOCAL_STYLE)
             and any(True for _ in module.parameters(recurse=False))
             and self._sees_local_tokens(name)
         ):
             self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
-        if name in self.swaps and len(self.problems) == before:
-            if not name:
-                self._problem(name, "the model itself cannot be swapped in place: wrap it, say in an nn.Sequential")
-            elif hooks := hooks_of(module):
-                self._problem(
-                    name,
-                    f"has hooks ({', '.join(hooks)}), which the module in its place would not have: register them, or "
-                    "call what does (gradient_checkpointing_enable, say), afterwards",
-                )
-            elif has_own_forward(module) and not _is_activation(module):
-                self._problem(
-                    name,
-                    "has a forward of its own, given to this module and not to its class, which the module in its "
-                    "place would not have: give it afterwards, or derive a class",
-                )
+        if name in self.swaps and has_own_forward(module):
+            self._problem(
+                name,
+                "has a forward of its own, given to this module and not to its class, which would be called in place "
+                "of the layer's: give it afterwards, or derive a class",
+            )
 
     def _problem(self, name: str, text: str) -> None:
         self.problems.append(f"{name or type(self.model).__name__}: {text}")
@@ -388,7 +392,7 @@ class Survey:
             return self._problem(name, f"style {part.style!r} is not for an nn.Linear")
         if self._in_stack(name) and options["parallel_mode"] == "row" and not self._in_mixture(name):
             options |= dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
-        self.swaps[name] = lambda: Linear.from_linear(linear, tp_group=self.group, gemm_fn=self.gemm_fn, **options)
+        self.swaps[name] = lambda: Linear._on_meta(linear, tp_group=self.group, gemm_fn=self.gemm_fn, **options)
 
     def _in_mixture(self, name: str) -> bool:
         return name.startswith(tuple(f"{mixture}." for mixture in self.mixtures))
@@ -408,16 +412,15 @@ class Survey:
         if self._sees_local_tokens(name):
             self._problem(name, "is an embedding inside a decoder layer: not supported under sequence_parallel")
         scale = None
-        if type(embedding) is not nn.Embedding:
+        if not computes_as(embedding, nn.Embedding):
             scale = _scale_of(embedding)
             if scale is None:
                 return self._problem(name, f"{type(embedding).__name__} is no nn.Embedding times an embed_scale")
 
-        def make() -> nn.Module:
+        def make() -> ShardedModule:
             if scale is None:
-                return VocabParallelEmbedding.from_embedding(embedding, tp_group=group)
-            scaled = ScaledVocabParallelEmbedding.from_embedding(embedding, tp_group=group)
-            assert isinstance(scaled, ScaledVocabParallelEmbedding)
+                return VocabParallelEmbedding._on_meta(embedding, tp_group=group)
+            scaled = ScaledVocabParallelEmbedding._on_meta(embedding, tp_group=group)
             scaled.scale_by = scale
             return scaled
 
@@ -445,7 +448,7 @@ class Survey:
             )
         elif self._sees_local_tokens(name) or final:
             options = dict(sequence_parallel=True, sequence_dim=SEQUENCE_DIM)
-        self.swaps[name] = lambda: ParallelNorm.from_norm(norm, tp_group=self.group, **options)
+        self.swaps[name] = lambda: ParallelNorm._on_meta(norm, tp_group=self.group, **options)
 
     def _heads(self, name: str, norm: nn.Module, part: Part, projection: str) -> dict[str, Any]:
         if name in self.sharded:
@@ -526,6 +529,14 @@ class Survey:
 
 
 _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.LogSigmoid)
+
+
+def computes_as(module: nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
+    """Whether it is of this class of torch's, or derives from it and has its forward, and no packed weight."""
+    if not isinstance(module, kind) or type(module).forward is not kind.forward:
+        return False
+    weight = module._parameters.get("weight")
+    return type(module) is kind or weight is None or weight.is_floating_point()
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -25,7 +25,11 @@ def derived_class(base: type, added: type, *options: Hashable) -> Any:
     added: its methods come first and call those of `base` by super(); its `forward`, if it has one, gets the signature
         of that of `base`. Of it `class_attributes(*options)`, if it has such a method, gives more attributes.
     options: what pickles hold of it, plain values.
+
+    It is `added` itself where that derives from `base` already, as tpi.Linear does from nn.Linear.
     """
+    if not options and issubclass(added, base):
+        return added
     classes: Any = (base, added)
     return _derived(*classes, *options)
 

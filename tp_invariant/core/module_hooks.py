@@ -1,6 +1,6 @@
 """Hooks of modules under keys that are the same in every layer, so that equal layers share one compiled graph.
 
-And what was given to a module, and not to its class, which a module in its place would be without.
+And whether a module has a forward that its class has not.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from types import MethodType
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-from .torch_private import accumulation_hooks_of, gradient_hooks_of
 
 
 def with_key(handle: RemovableHandle, name: str) -> RemovableHandle:
@@ -31,14 +29,6 @@ def with_key(handle: RemovableHandle, name: str) -> RemovableHandle:
             table[key] = table.pop(handle.id)
     handle.id = key  # type: ignore[assignment]
     return handle
-
-
-def hooks_of(module: nn.Module) -> list[str]:
-    """The names of its hooks, of any kind, and of those of its parameters."""
-    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks")]
-    kinds += [hooks for p in module.parameters() for hooks in (gradient_hooks_of(p), accumulation_hooks_of(p))]
-    hooks = (hook for kind in kinds if isinstance(kind, dict) for hook in kind.values() if callable(hook))
-    return list(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -63,7 +63,7 @@ def _sizes(experts: Any) -> tuple[int, int, int]:
 
 
 def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, stored_over: Group | None) -> Experts:
-    """This rank's part of an experts module of transformers."""
+    """What an experts module of transformers becomes, without values: on the meta device."""
     from transformers.integrations import moe
 
     interleaved = module.has_gate and not module.is_concatenated
@@ -73,7 +73,7 @@ def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, stored_over: G
         shell.__dict__["_parameters"] = {}
         clamped = is_clamped_silu(shell._apply_gate, interleaved)
         function = dict(activation="clamped_silu") if clamped else dict(gate_fn=shell._apply_gate)
-    layer = Experts(
+    return Experts(
         *_sizes(module),
         bias=module.has_bias,
         gated=module.has_gate,
@@ -86,9 +86,6 @@ def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, stored_over: G
         dtype=module.down_proj.dtype,
         **function,
     )
-    for name, full in module.named_parameters():
-        setattr(layer, name, nn.Parameter(layer.shard_spec(name).local(full), full.requires_grad))
-    return layer.train(module.training)
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], Tensor]:

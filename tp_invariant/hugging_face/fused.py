@@ -185,8 +185,11 @@ class GatedBlock(NamedTuple):
     def calls_as_tried(self, block: nn.Module) -> bool:
         """Whether the activation is the one that was tried, and has no hook that is to see its call."""
         act = self.activation
-        hooks = (forward_hooks_of(part) or forward_pre_hooks_of(part) for part in (act, act.activation))
-        return getattr(block, self.act) is act and not any(hooks)
+        hooks = [
+            key for part in (act, act.activation) for key in (*forward_hooks_of(part), *forward_pre_hooks_of(part))
+        ]
+        ours = all(isinstance(key, str) for key in hooks)  # torch's own keys are numbers (core/module_hooks.py)
+        return getattr(block, self.act) is act and ours
 
 
 class _Gated(nn.Module):

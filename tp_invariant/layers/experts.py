@@ -198,6 +198,8 @@ class Experts(ShardedModule):
         return [self.num_experts, k, out] if self.transposed else [self.num_experts, out, k]
 
     def shard_spec(self, name: str) -> ShardSpec:
+        if name not in self._all_names():  # a user's own
+            return ShardSpec(self.group, None, 1)
         if self.by_expert:
             return ShardSpec(self.group, 0, 1)
         if name == "down_proj_bias":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls
-from ..consistency.shards import note_source
 from ..core.autocast import autocast_dtype
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
@@ -34,6 +33,9 @@ from ..gemm.owner_maps import ShardedWeight, check_owner_map
 from ..gemm.weights import weight_cache
 from .call_signature import CallSignature, check_first_use
 from .parameters import ShardedModule, ShardSpec, full_initialisation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _COMPUTED: Any = object()  # in place of a parameter that a parametrization has replaced
 # how the nodes of this library's functions end that put out a whole activation, or a part of their own making
@@ -196,27 +198,19 @@ class Linear(ShardedModule, nn.Linear):
         Raises:
             ValueError: `linear` is sharded already.
         """
-        weight, bias = linear.weight, linear.bias
+        return cls._on_meta(linear, parallel_mode=parallel_mode, tp_group=tp_group, **options)._with_parts_of(linear)
+
+    @classmethod
+    def _on_meta(cls, linear: nn.Linear, **options: Any) -> Self:
+        """What `from_linear` makes of `linear`, without values: on the meta device."""
+        weight = linear.weight
         if tuple(weight.shape) != (linear.out_features, linear.in_features):
             raise ValueError(
                 f"linear.weight has shape {tuple(weight.shape)} where its features say "
                 f"{(linear.out_features, linear.in_features)}: pass a layer that is not sharded yet"
             )
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            bias=bias is not None,
-            parallel_mode=parallel_mode,
-            tp_group=tp_group,
-            device="meta",
-            dtype=weight.dtype,
-            **options,
-        )
-        layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
-        note_source(layer.weight, weight)
-        if bias is not None:
-            layer.bias = nn.Parameter(layer.shard_spec("bias").local(bias), bias.requires_grad)
-        return layer.train(linear.training)
+        options |= dict(bias=linear.bias is not None, device="meta", dtype=weight.dtype)
+        return cls(linear.in_features, linear.out_features, **options)
 
     @property
     def partition_stride(self) -> int:

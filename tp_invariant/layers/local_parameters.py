@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..core.derived_class import derived_class
 from ..core.dtensors import is_dtensor
+from .in_place import Place, Places, place_parameters
 from .parameters import ShardedModule, ShardSpec
 from .replicate import ForeignModule
 
@@ -29,12 +30,16 @@ def shard_parameters(module: nn.Module, group: Group, dims: Mapping[str, int]) -
         dims: {name of a parameter: the dim that is sharded}; the degree divides its size.
     """
     kind: Any = type(module)
-    full = {name: module.get_parameter(name) for name in dims}
+    place_parameters(module, places_of_parts(module, group, dims))
     module.__class__ = derived_class(kind, PartsOfForeignModule, frozenset(dims))
     assert isinstance(module, PartsOfForeignModule)
     module.group, module.part_dims = group, dict(dims)
-    for name, parameter in full.items():
-        setattr(module, name, nn.Parameter(module.shard_spec(name).local(parameter), parameter.requires_grad))
+
+
+def places_of_parts(module: nn.Module, group: Group, dims: Mapping[str, int], name: str = "") -> Places:
+    """Where these parameters go. name: the module's in its model."""
+    named = {key: (module.get_parameter(key), f"{name}.{key}" if name else key) for key in dims}
+    return {id(p): Place(full_name, p, ShardSpec(group, dims[key], 1)) for key, (p, full_name) in named.items()}
 
 
 class PartsOfForeignModule(ForeignModule, ShardedModule):

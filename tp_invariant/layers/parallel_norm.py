@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from ..functional.norm import NORMALIZATIONS, NormCall, invariant_add_norm, inva
 from ..gemm.gemm_fn import check_norm_dtype
 from .call_signature import CallSignature, check_first_use
 from .parameters import ShardedModule, ShardSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ParallelNorm(ShardedModule):
@@ -105,18 +108,19 @@ class ParallelNorm(ShardedModule):
         Raises:
             ValueError: `recognise_norm` does not recognise `norm`.
         """
+        return cls._on_meta(norm, tp_group=tp_group, **options)._with_parts_of(norm)
+
+    @classmethod
+    def _on_meta(cls, norm: nn.Module, **options: Any) -> Self:
+        """What `from_norm` makes of `norm`, without values: on the meta device."""
         found = recognise_norm(norm)
         if found is None:
             raise ValueError(
                 f"{type(norm).__name__} computes no LayerNorm or RMSNorm over its last dim with weight [features], "
                 "also not one with 1 + weight: build a ParallelNorm yourself"
             )
-        weight, bias = norm.get_parameter("weight"), getattr(norm, "bias", None)
-        layer = cls(weight.numel(), bias=bias is not None, tp_group=tp_group, device="meta", **found, **options)
-        for name, parameter in (("weight", weight), ("bias", bias)):
-            if parameter is not None:
-                setattr(layer, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-        return layer.train(norm.training)
+        weight, has_bias = norm.get_parameter("weight"), getattr(norm, "bias", None) is not None
+        return cls(weight.numel(), bias=has_bias, device="meta", dtype=weight.dtype, **found, **options)
 
     def shard_spec(self, name: str) -> ShardSpec:
         return ShardSpec(self.group, None, 1)
@@ -264,7 +268,7 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     one, because a norm over all dims but the first, or over dim 1, is one over the last dim where there are two.
     """
     shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
-    if "weight" not in shapes or len(shapes["weight"]) != 1 or set(shapes) - {"weight", "bias"}:
+    if "weight" not in shapes or len(shapes["weight"]) != 1:
         return None
     if (
         isinstance(norm, nn.RMSNorm)
@@ -283,7 +287,8 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
         return None  # a gate, say, which it may do without
     x = torch.randn(2, 3, size, generator=generator, dtype=torch.float64) * max(eps, 1e-12) ** 0.5 + eps**0.5
     for name in shapes:
-        twin.get_parameter(name).copy_(torch.randn(size, generator=generator, dtype=torch.float64))
+        # also of a user's own, which a norm that is recognised does not use
+        twin.get_parameter(name).copy_(torch.randn(shapes[name], generator=generator, dtype=torch.float64))
     try:
         y = twin(x)
     except Exception:  # it needs other arguments (a gate, say): foreign code may raise any exception

@@ -32,6 +32,7 @@ from .saved_shards import refuse_to_save
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
+    from typing_extensions import Self
 
 _ATTRIBUTES = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal",
@@ -271,6 +272,17 @@ class ShardedModule(KeepsAttributes):
     def shard_spec(self, name: str) -> ShardSpec:
         """The ShardSpec of the parameter called `name`, as things stand now (partition_stride may be set late)."""
         raise NotImplementedError
+
+    def _with_parts_of(self, full: nn.Module) -> Self:
+        """This layer, with this rank's parts of the parameters of `full`, which has them under the same names."""
+        for name in self.SHARDED_PARAMETERS:
+            whole = getattr(full, name, None)
+            if whole is not None:
+                spec = self.shard_spec(name)
+                setattr(self, name, nn.Parameter(spec.local(whole), whole.requires_grad))
+                if spec.dim is not None:
+                    note_source(getattr(self, name), whole)
+        return self.train(full.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """nn.Module's, and the parameter says what this module knows of it, whatever was there before, or nothing.

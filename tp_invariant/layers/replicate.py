@@ -22,8 +22,9 @@ from ..comm.collectives import resolve_group
 from ..consistency.same_weights import check_same_model
 from ..core.derived_class import derived_class
 from ..core.dtensors import as_local, is_dtensor, local_of
-from ..core.torch_private import accumulation_hooks_of, current_backward, forward_pre_hooks_of, gradient_hooks_of, tree
-from .parameters import KeepsAttributes, ShardedModule, ShardSpec, is_sharded, mark_sharded
+from ..core.torch_private import current_backward, forward_pre_hooks_of, tree
+from .in_place import Place, all_or_nothing, place_parameters, problems_in_place
+from .parameters import KeepsAttributes, ShardedModule, ShardSpec, is_sharded
 
 
 def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -33,10 +34,11 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         tpi.replicate_(model, mesh["tp"])
 
     `parallelize` does so by itself. For other models over a DeviceMesh: call it on every rank, before the optimizer is
-    made, as the parameters become other objects. Ties stay. A collective, which compares the ranks' values first. While
-    the forward of a module that is not this library's runs, its parameters and those of such modules in it read as
-    local tensors, whose gradients arrive at the DTensors. The class of such a module, and of those around it, becomes
-    one derived from it, of the same name. Call it again when modules have been added, or given parametrizations.
+    made, as DTensors take the places, attributes and gradients of the parameters. Ties stay. A collective, which
+    compares the ranks' values first. While the forward of a module that is not this library's runs, its parameters and
+    those of such modules in it read as local tensors, whose gradients arrive at the DTensors. The class of such a
+    module, and of those around it, becomes one derived from it, of the same name. Call it again when modules have been
+    added, or given parametrizations.
 
     Args:
         mesh: a 1-D DeviceMesh, the one that the model's layers were given as tp_group.
@@ -44,8 +46,8 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     Raises:
         TypeError: `mesh` is no DeviceMesh.
         ValueError: a parameter that is this rank's part of one (a layer that was made with a ProcessGroup), or a
-            DTensor on another mesh, or that has hooks or a gradient; a hook of `module` itself that computes a weight
-            before its forward (torch.nn.utils.weight_norm). Names it; nothing was changed.
+            DTensor on another mesh, or that has hooks; a hook of `module` itself that computes a weight before its
+            forward (torch.nn.utils.weight_norm). Names it; nothing was changed.
         RuntimeError: on every rank: parameters whose values differ between ranks. Names them; nothing was changed.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -66,7 +68,8 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 f"{name} on rank {group.rank} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}: all "
                 "parameters must be on one"
             )
-    check_replaceable(module, group.rank)
+    if problems := problems_in_place(module, {}, {}, group):
+        raise ValueError("\n".join(problems))
     for hook in forward_pre_hooks_of(module).values():
         computed: Any = getattr(hook, "name", None)
         if isinstance(module.__dict__.get(computed), Tensor):
@@ -76,41 +79,16 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 "around it, such as nn.Sequential(module), or take torch.nn.utils.parametrizations in place of the hook"
             )
     check_same_model(module, group, {}, plain)
-    place_whole(module, mesh)
+    with all_or_nothing(module, group):
+        place_whole(module, mesh)
     return module
-
-
-def check_replaceable(module: nn.Module, rank: int) -> None:
-    """Whether DTensors can take the place of the parameters.
-
-    Raises:
-        ValueError: a parameter has hooks or a gradient, which would stay with the tensor that is replaced. Names it.
-    """
-    for name, parameter in module.named_parameters():
-        hooks = gradient_hooks_of(parameter) or accumulation_hooks_of(parameter)
-        if not is_dtensor(parameter) and (hooks or parameter.grad is not None):
-            raise ValueError(
-                f"{name} on rank {rank} has {'hooks' if hooks else 'a gradient'}, and a DTensor takes its place, which "
-                "would have none: parallelize the model, or call replicate_, before you register hooks and before a "
-                "backward"
-            )
 
 
 def place_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """`replicate_` without its checks."""
     spec = ShardSpec(resolve_group(mesh), None, 1)
-    placed: dict[int, nn.Parameter] = {}
-    kept = []  # so that no id is used twice
-    for child in module.modules():
-        for name, old in child._parameters.items():
-            if old is None or is_dtensor(old):
-                continue
-            if id(old) not in placed:
-                kept.append(old)
-                new = placed[id(old)] = nn.Parameter(spec.placed(old), old.requires_grad)
-                new.__dict__.update(old.__dict__)
-                mark_sharded(new, None, 1, spec.group)
-            child._parameters[name] = placed[id(old)]
+    plain = [(name, p) for name, p in module.named_parameters() if not is_dtensor(p)]
+    place_parameters(module, {id(p): Place(name, p, spec) for name, p in plain})
     _show_local(module, set())
 
 
@@ -120,11 +98,11 @@ def _show_local(module: nn.Module, seen: set[int]) -> bool:
         return isinstance(module, ForeignModule)
     seen.add(id(module))
     below = [_show_local(child, seen) for child in module.children()]
-    if isinstance(module, ShardedModule) and not isinstance(module, ForeignModule):
+    foreign = isinstance(module, ForeignModule) or not isinstance(module, ShardedModule)
+    own: Any = () if foreign else module.SHARDED_PARAMETERS  # the others are a user's own
+    names = frozenset(name for name, p in module._parameters.items() if p is not None and name not in own)
+    if not names and not (foreign and any(below)):
         return any(below)
-    names = frozenset(name for name, p in module._parameters.items() if p is not None)
-    if not names and not any(below):
-        return False
     kind: Any = type(module)
     if not isinstance(module, ForeignModule):
         module.__class__ = derived_class(kind, ForeignModule, names)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, exchange_rows, gather_dim, gather_uneven, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, share_error
-from ..consistency.shards import note_source
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local, local_of, refuse_dtensor
@@ -37,6 +36,9 @@ from ..functional.vocab import VocabShard, check_ids
 from ..gemm.gemm_fn import BUNDLED_DTYPES
 from ..kernels.select import select
 from .parameters import ShardedModule, ShardSpec, full_initialisation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @op_config
@@ -130,6 +132,11 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         Raises:
             ValueError: `embedding` has max_norm, scale_grad_by_freq or sparse set, or is sharded already.
         """
+        return cls._on_meta(embedding, tp_group=tp_group, **options)._with_parts_of(embedding)
+
+    @classmethod
+    def _on_meta(cls, embedding: nn.Embedding, **options: Any) -> Self:
+        """What `from_embedding` makes of `embedding`, without values: on the meta device."""
         for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             value = getattr(embedding, name)
             if value != off:
@@ -140,20 +147,12 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
                 f"embedding.weight has shape {tuple(weight.shape)} where its sizes say "
                 f"{(embedding.num_embeddings, embedding.embedding_dim)}: pass one that is not sharded yet"
             )
-        layer = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            embedding.padding_idx,
-            tp_group=tp_group,
-            device="meta",
-            dtype=weight.dtype,
-            **options,
-        )
-        layer.weight = nn.Parameter(layer.shard_spec("weight").local(weight), weight.requires_grad)
-        note_source(layer.weight, weight)
-        return layer.train(embedding.training)
+        sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        return cls(*sizes, device="meta", dtype=weight.dtype, **options)
 
     def shard_spec(self, name: str) -> ShardSpec:
+        if name != "weight":  # a user's own
+            return ShardSpec(self.group, None, 1)
         return ShardSpec(self.group, 0, 1, self.padded_num_embeddings - self.num_embeddings)
 
     def reset_parameters(self) -> None:

@@ -8,7 +8,7 @@ the gradient of the input. Here each module becomes a layer of this library: it 
 order.
 
 parallelize_module ignores what a style returns for a module of a plan, so the module itself, the same object, becomes
-another layer: it takes the class and the attributes of a new one.
+another layer (layers/in_place.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..comm.collectives import Group, resolve_group
-from ..consistency.agreement import share_error
+from ..consistency.agreement import numbers_given_back, share_error
 from ..consistency.same_weights import check_same_model
 from ..core.dtensors import sharded_already
-from ..core.module_hooks import has_own_forward, hooks_of
+from ..core.module_hooks import has_own_forward
+from ..layers.in_place import all_or_nothing, convert, places_of, problems_in_place
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import ShardedModule
-from ..layers.replicate import check_replaceable
 from ..layers.vocab_embedding import VocabParallelEmbedding
 from .activations import ActivationLayouts
 
@@ -55,8 +55,9 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
         parallelize_module(model, mesh["tp"], {"w1": tpi.ColwiseParallel(), "w2": tpi.RowwiseParallel()})
 
-    Every rank must have the same weights, as in `parallelize`; they are compared. Parameters become DTensors on the
-    mesh. Ties are lost, and `parallelize` keeps them.
+    Every rank must have the same weights, as in `parallelize`; they are compared. The module stays the same object;
+    DTensors on the mesh take the places and attributes of its parameters, so make the optimizer afterwards. A weight
+    that two modules share stays shared if both get a style that places it alike.
 
     Args:
         input_layouts: Replicate() (if None), or Shard(dim) of a dim of tokens, counted from the front: then the layer
@@ -65,8 +66,9 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         use_local_output: return plain tensors, else DTensors.
 
     Raises:
-        ValueError: another layout; when applied, also a module that is no plain nn.Linear, is sharded already, or has
-            hooks, sizes that the degree does not divide, or weights that differ between ranks.
+        ValueError: another layout; when applied, also a module that is no nn.Linear, has a forward of its own, is
+            sharded already, has parameters with hooks, sizes that the degree does not divide, or weights that differ
+            between ranks.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         taken, returned = self.input_layouts[0], self.output_layouts[0]
         options = dict(parallel_mode="column", gather_output=returned == Replicate(), **_sequence(taken))
 
-        def make(group: Group) -> nn.Module:
+        def make(group: Group) -> ShardedModule:
             if isinstance(module, nn.Embedding):
                 raise ValueError(
                     f"{_named(self, module, group)} would shard its embedding_dim, which is not supported: take "
@@ -92,7 +94,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
                 )
             _check_type(self, module, group, nn.Linear, "an nn.Linear")
             assert isinstance(module, nn.Linear)
-            return Linear.from_linear(module, tp_group=group, **options)
+            return Linear._on_meta(module, tp_group=group, **options)
 
         layouts = "input_layouts", taken, returned
         return _apply(self, module, device_mesh, make, layouts)
@@ -123,7 +125,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         taken, returned = self.input_layouts[0], self.output_layouts[0]
         options = _sequence(returned)
 
-        def make(group: Group) -> nn.Module:
+        def make(group: Group) -> ShardedModule:
             if isinstance(module, nn.Embedding):
                 _check_type(self, module, group, nn.Embedding, "an nn.Embedding")
                 if taken != Replicate():
@@ -131,11 +133,11 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
                         f"{_named(self, module, group)} has input_layouts={taken}: an embedding needs all ids on every "
                         "rank, input_layouts=Replicate()"
                     )
-                return VocabParallelEmbedding.from_embedding(module, tp_group=group, **options)
+                return VocabParallelEmbedding._on_meta(module, tp_group=group, **options)
             _check_type(self, module, group, nn.Linear, "an nn.Linear or nn.Embedding")
             assert isinstance(module, nn.Linear)
             is_parallel = taken == Shard(-1)
-            return Linear.from_linear(
+            return Linear._on_meta(
                 module, parallel_mode="row", tp_group=group, input_is_parallel=is_parallel, **options
             )
 
@@ -165,7 +167,7 @@ class SequenceParallel(torch_styles.SequenceParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (sharding,) = self.sequence_sharding
 
-        def make(group: Group) -> nn.Module | None:
+        def make(group: Group) -> ShardedModule | None:
             if isinstance(module, nn.Dropout):
                 if module.p:
                     raise ValueError(
@@ -173,33 +175,36 @@ class SequenceParallel(torch_styles.SequenceParallel):
                         "to 0"
                     )
                 return None
-            return ParallelNorm.from_norm(module, tp_group=group, **_sequence(sharding))
+            return ParallelNorm._on_meta(module, tp_group=group, **_sequence(sharding))
 
         return _apply(self, module, device_mesh, make, ("sequence_dim", sharding, sharding))
 
 
+@numbers_given_back()
 def _apply(
     style: torch_styles.ParallelStyle,
     module: nn.Module,
     mesh: DeviceMesh,
-    make: Callable[[Group], nn.Module | None],
+    make: Callable[[Group], ShardedModule | None],
     layouts: tuple[str, Placement, Placement],
 ) -> nn.Module:
     """`module`, which has become the layer that `make` returns (None: it stays what it is), with its activations'
     layouts. A collective, which compares what the ranks have; nothing is changed if that is an error."""
     group = resolve_group(mesh)
     try:
-        _check_replaceable(style, module, group)
-        new = make(group)
+        _check_module(style, module, group)
+        layer = make(group)
+        layers = {} if layer is None else {"": layer}
+        places = places_of(layers, {"": module})
+        if problems := problems_in_place(module, layers, places, group):
+            raise ValueError(f"{_named(style, module, group)}: " + "; ".join(problems))
     except (TypeError, ValueError) as error:
         share_error(error, group, torch.device("cpu"), set())
         raise
     check_same_model(module, group, {"the style": repr(style)})
-    if new is not None:
-        # what is at other places in the model, or in a program's variables, is this module too
-        module.__class__ = type(new)
-        module.__dict__ = {**module.__dict__, **new.__dict__}
-    ActivationLayouts(group, *layouts, style.use_local_output).install(module)  # type: ignore[attr-defined]
+    with all_or_nothing(module, group):
+        convert(module, layers, places)
+        ActivationLayouts(group, *layouts, style.use_local_output).install(module)  # type: ignore[attr-defined]
     return module
 
 
@@ -207,21 +212,16 @@ def _named(style: Any, module: nn.Module, group: Group) -> str:
     return f"{type(style).__name__} of {type(module).__name__} on rank {group.rank}"
 
 
-def _check_type(style: Any, module: nn.Module, group: Group, wanted: type, name: str) -> None:
-    if type(module) is not wanted:
-        raise ValueError(f"{_named(style, module, group)}: the module must be {name}, and of no derived class")
+def _check_type(style: Any, module: nn.Module, group: Group, wanted: type[nn.Module], name: str) -> None:
+    if not isinstance(module, wanted) or type(module).forward is not wanted.forward:
+        raise ValueError(f"{_named(style, module, group)}: the module must be {name}, without a forward of its own")
 
 
-def _check_replaceable(style: Any, module: nn.Module, group: Group) -> None:
+def _check_module(style: Any, module: nn.Module, group: Group) -> None:
     what = _named(style, module, group)
     if isinstance(module, ShardedModule):
         raise ValueError(f"{what}: the module is a layer of this library already; apply one style to it, once")
     if already := sharded_already(module):
         raise ValueError(f"{what}: {already}")
-    if (hooks := hooks_of(module)) or has_own_forward(module):
-        held = f"hooks ({', '.join(hooks)})" if hooks else "a forward of its own"
-        raise ValueError(
-            f"{what}: the module has {held}, made for the module that it was: register them afterwards. One that "
-            "another tool has sharded has them, too"
-        )
-    check_replaceable(module, group.rank)
+    if has_own_forward(module):
+        raise ValueError(f"{what}: the module has a forward of its own, made for what it was: give it afterwards")

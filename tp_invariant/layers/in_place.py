@@ -1,0 +1,314 @@
+"""Modules become layers of this library where they stand, so that all that hangs on them and their parameters stays.
+
+A module gets a class derived from its own and from the layer's. With a ProcessGroup its parameters remain the same
+objects, whose `.data` becomes this rank's part; with a DeviceMesh a parameter is a DTensor, which is another object: it
+takes the attributes and the gradient of the former one. Whatever fails midway is undone, on every rank.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ..comm.collectives import Group
+from ..consistency.agreement import compare_call
+from ..consistency.shards import note_source
+from ..core.derived_class import derived_class
+from ..core.dtensors import is_dtensor
+from ..core.torch_private import accumulation_hooks_of, gradient_hooks_of
+from .parameters import ShardedModule, ShardSpec, mark_sharded
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class Place(NamedTuple):
+    """A whole parameter, by one of its names, and how it will be sharded."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardSpec
+
+    @property
+    def is_cut(self) -> bool:
+        return self.spec.dim is not None and (self.spec.group.size > 1 or self.spec.padding > 0)
+
+
+Places = dict[int, Place]  # by the id of the parameter
+
+
+def places_of(layers: Mapping[str, ShardedModule], modules: Mapping[str, nn.Module]) -> Places:
+    """Where the parameters of modules go that become `layers`: layers on the meta device, by the modules' names."""
+    places: Places = {}
+    for name, layer in layers.items():
+        for key in layer.SHARDED_PARAMETERS:
+            if (parameter := modules[name]._parameters.get(key)) is not None:
+                full_name = f"{name}.{key}" if name else key
+                places.setdefault(id(parameter), Place(full_name, parameter, layer.shard_spec(key)))
+    return places
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], places: Places, group: Group) -> list[str]:
+    """Why modules of `model` cannot become `layers` where they stand, one line each; [] if they can."""
+    problems = []
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        kind = type(module)
+        for key in layer.SHARDED_PARAMETERS:
+            if layer._parameters.get(key) is not None and module._parameters.get(key) is None:
+                problems.append(
+                    f"{name}: its {key} is no parameter but computed, as by a parametrization, pruning or weight_norm: "
+                    "apply that afterwards"
+                )
+        for key, value in _state_of(layer).items():
+            if not _same(vars(module).get(key, value), value) or (hasattr(kind, key) and not hasattr(layer, key)):
+                problems.append(
+                    f"{name}: {kind.__name__} has an attribute `{key}` of its own, and the {type(layer).__name__} that "
+                    "it becomes needs that name: rename it"
+                )
+    for name, parameter in model.named_parameters() if group.mesh is not None else ():
+        if not is_dtensor(parameter) and (gradient_hooks_of(parameter) or accumulation_hooks_of(parameter)):
+            problems.append(
+                f"{name}: has hooks, and a DTensor takes its place, which would not have them: register them "
+                "afterwards, or give a ProcessGroup (mesh.get_group())"
+            )
+    return problems
+
+
+def held_elsewhere(model: nn.Module, layers: Mapping[str, ShardedModule], places: Places, group: Group) -> list[str]:
+    """What this process has besides `model` that would go on with parameters and modules as they were; one line each.
+
+    Autograd graphs and optimizers' states are of whole parameters, which end where ranks get parts of them.
+    """
+    cut = {key: place for key, place in places.items() if place.is_cut and group.mesh is None}
+    changed = {id(p): name for name, p in model.named_parameters() if group.mesh is not None or id(p) in cut}
+    own = {id(module) for module in model.modules()}
+    modules = {name: model.get_submodule(name) for name in layers}
+    kinds = {id(module): (name, type(module)) for name, module in modules.items()}
+    own_forwards = {id(vars(module).get("forward")) for module in modules.values()}
+
+    def lines_of(thing: Any) -> Iterator[str]:
+        kind = type(thing)
+        if kind is MethodType:
+            name, kind_of_self = kinds.get(id(thing.__self__), ("", nn.Module))
+            if thing.__func__ is kind_of_self.forward and id(thing) not in own_forwards:
+                yield (
+                    f"{name}: its method {kind.__name__} {thing.__func__.__qualname__} is held somewhere, and would "
+                    "compute with a part of the parameters what it computed before: hold and call the module itself"
+                )
+        elif issubclass(kind, nn.Module) and id(thing) not in own:
+            held = thing.__dict__.get("_parameters")
+            for key, value in held.items() if isinstance(held, dict) else ():
+                if value is not None and id(value) in changed:
+                    yield (
+                        f"{changed[id(value)]}: is also {kind.__name__}.{key} of a module outside of the model, which "
+                        "would no longer be tied to it: give parallelize the model that holds both"
+                    )
+        elif issubclass(kind, Optimizer):
+            state = thing.__dict__.get("state")
+            for parameter, values in state.items() if isinstance(state, dict) else ():
+                if id(parameter) in cut and values:
+                    yield (
+                        f"{cut[id(parameter)].name}: {kind.__name__} has state for the whole parameter "
+                        f"({', '.join(map(str, values))}): convert the model before its first step, or delete it and "
+                        "make another one afterwards"
+                    )
+
+    def lines() -> list[str]:
+        in_graphs = [
+            f"{place.name}: is in an autograd graph that is alive, whose backward needs the whole parameter: delete "
+            "the outputs and losses of earlier forwards (del loss), or run such forwards under torch.no_grad()"
+            for place in cut.values()
+            if is_in_graph(place.parameter)
+        ]
+        # isinstance would call a proxy's __class__
+        things = (thing for thing in gc.get_objects() if issubclass(type(thing), (MethodType, nn.Module, Optimizer)))
+        return in_graphs + sorted({line for thing in things for line in lines_of(thing)})
+
+    if not lines():
+        return []
+    gc.collect()  # some of them may be unreachable
+    return lines()
+
+
+def is_in_graph(parameter: Tensor) -> bool:
+    """Whether a node of an autograd graph that is alive accumulates the parameter's gradient.
+
+    While there is one, torch gives the same node again, with what was noted in it.
+    """
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return False
+    with torch.inference_mode(False):
+        if parameter.is_inference():
+            return False
+        node: Any = get_gradient_edge(parameter).node
+        node.metadata["tp_invariant"] = True
+        del node  # which is alive from here on if a graph has it
+        node = get_gradient_edge(parameter).node
+        return node.metadata.pop("tp_invariant", False) is True
+
+
+def _same(one: Any, other: Any) -> bool:
+    plain = (type(None), bool, int, float, str, tuple)
+    return one is other or (type(one) is type(other) and isinstance(one, plain) and one == other)
+
+
+# --- the change -------------------------------------------------------------------------------------------------------
+
+
+def _state_of(layer: nn.Module) -> dict[str, Any]:
+    """What the layer's class has set besides the attributes of every module."""
+    return {
+        name: value for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE | layer._parameters.keys()
+    }
+
+
+def convert(model: nn.Module, layers: Mapping[str, ShardedModule], places: Places) -> None:
+    """The modules of `model` by these names become `layers`; whole parameters become this rank's parts."""
+    modules = {name: model.get_submodule(name) for name in layers}
+    place_parameters(model, places)
+    for name, layer in layers.items():
+        module = modules[name]
+        vars(module).pop("forward", None)  # the former class's own, as accelerate leaves it
+        module.__class__ = derived_class(type(module), type(layer))
+        vars(module).update(_state_of(layer))
+        module._modules.update(layer._modules)  # of experts, an activation
+        assert isinstance(module, ShardedModule)
+        for key in layer.SHARDED_PARAMETERS:
+            if (parameter := module._parameters.get(key)) is not None:
+                module._mark(key, parameter)
+
+
+def place_parameters(model: nn.Module, places: Places) -> None:
+    """Makes whole parameters this rank's parts, wherever they are in `model`."""
+    placed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the former ones, so that no id is used again
+    for module in model.modules():
+        for key, former in module._parameters.items():
+            if former is None or (place := places.get(id(former))) is None:
+                continue
+            if id(former) not in placed:
+                placed[id(former)] = former, _placed(place)
+            module._parameters[key] = placed[id(former)][1]
+
+
+@torch.no_grad()
+def _placed(place: Place) -> nn.Parameter:
+    """The parameter that holds this rank's part, marked as such: the same object, or over a mesh another one."""
+    name, parameter, spec = place
+    full, grad = parameter.data, parameter.grad
+    part = spec.local(full) if place.is_cut else full
+    part_of_grad = grad if grad is None or not place.is_cut else spec.local(grad)
+    result = parameter
+    if spec.group.mesh is not None:
+        placed: Any = spec.placed(part)
+        other, known = vars(parameter).get("replaced_by", ("", None))
+        if known is not None:  # at another module, by another call
+            if known.placements != placed.placements:
+                raise ValueError(
+                    f"{name} would be placed as {placed.placements}, and is the same parameter as {other}, which is "
+                    f"placed as {known.placements} already: place both alike, or untie them before"
+                )
+            return known
+        result = nn.Parameter(placed, parameter.requires_grad)
+        vars(result).update(vars(parameter))
+        if part_of_grad is not None:
+            result.grad = spec.placed(part_of_grad)
+        parameter.replaced_by = name, result  # type: ignore[attr-defined]
+    elif place.is_cut:
+        parameter.data = part
+        if grad is not None and part_of_grad is not None:
+            grad.data = part_of_grad
+    mark_sharded(result, spec.dim, spec.stride, spec.group)
+    if place.is_cut and spec.group.size > 1:
+        note_source(result, full)
+    return result
+
+
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises: RuntimeError: the optimizer has a parameter in whose place there is a DTensor now."""
+    if torch.compiler.is_compiling():
+        return
+    for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
+        if (replaced := vars(parameter).get("replaced_by")) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has the former {replaced[0]} of shape {tuple(parameter.shape)}, in whose "
+                "place the model has a DTensor since it was converted over a DeviceMesh: this step would train "
+                "nothing. Make the optimizer after that, of model.parameters(), or convert the model over a "
+                "ProcessGroup (mesh.get_group()), where parameters stay the same objects"
+            )
+
+
+register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+# --- undoing ----------------------------------------------------------------------------------------------------------
+
+
+class Snapshot:
+    """The objects of a model as they are now: classes, attributes, parameters, gradients, and configs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        configs = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "__dict__")}
+        self._objects = [(thing, type(thing), _contents(thing)) for thing in (*modules, *configs.values())]
+        self._parameters = [
+            (p, p.data, vars(p).copy(), p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()
+        ]
+
+    def restore(self) -> None:
+        for thing, kind, contents in self._objects:
+            if type(thing) is not kind:
+                thing.__class__ = kind
+            for container, former in contents:
+                container.clear()
+                container.update(former)
+        for parameter, data, attributes, grad, values in self._parameters:
+            parameter.grad = None
+            parameter.data = data
+            if grad is not None and values is not None:
+                grad.data = values
+                parameter.grad = grad
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
+
+
+def _contents(thing: Any) -> list[tuple[Any, Any]]:
+    """The object's attributes and those of its attributes that are dicts or sets, each with a copy."""
+    own = vars(thing)
+    return [(one, one.copy()) for one in (own, *own.values()) if type(one) in (dict, OrderedDict, set)]
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module, group: Group) -> Iterator[None]:
+    """Around what changes `model`: where it raises, on any rank, the model is on every rank as before. A collective.
+
+    Raises:
+        RuntimeError: on every rank, where the others have not raised the same.
+    """
+    before = Snapshot(model)
+    try:
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+            if group.size == 1:
+                raise
+        if group.size > 1:
+            device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+            facts = {"the change of": type(model).__name__}
+            compare_call(torch.zeros(1, dtype=torch.int64, device=device), facts, group, "tp_group", error)
+    except BaseException:
+        before.restore()
+        raise
