@@ -157,6 +157,54 @@ def test_full_state_dict_is_the_unsharded_models(tmp_path):
     assert {"seen", "first.weight", "second.weight"} <= expected.keys()
 
 
+class Counter(nn.Identity):
+    """A module with state that is no tensor of the model."""
+
+    seen, total = 0, torch.zeros(())
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "total": self.total}
+
+    def set_extra_state(self, state):
+        self.seen, self.total = state["seen"], state["total"]
+
+
+def with_counter(tp_group, path, other=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Identity() if other else Counter(), nn.Linear(32, 16))
+    names = sorted(model.state_dict())
+    tpi.parallelize(model, tp_group, {"0": "colwise", "2": "rowwise"})
+    if other:
+        return said(lambda: tpi.checkpoint.load(path, model)), said(
+            lambda: tpi.load_full_state_dict(model, {**tpi.full_state_dict(model), "1._extra_state": 1})
+        )
+    model[1].seen, model[1].total = 3, torch.tensor(0.5)
+    full = tpi.full_state_dict(model)
+    assert list(full) == list(dict.fromkeys([*full])) and sorted(full) == names and full["1._extra_state"]["seen"] == 3
+    tpi.checkpoint.save(path, model)
+    for load in (lambda: tpi.checkpoint.load(path, model), lambda: tpi.load_full_state_dict(model, full)):
+        model[1].seen, model[1].total = 0, torch.zeros(())
+        load()
+        assert model[1].seen == 3 and float(model[1].total) == 0.5
+    del full["1._extra_state"]
+    return said(lambda: tpi.load_full_state_dict(model, full))
+
+
+def said(call):
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_extra_state(tmp_path):
+    for text in run_ranks(with_counter, 2, str(tmp_path)):
+        assert "missing in the state dict: 1._extra_state" in text
+    assert "missing in the state dict: 1._extra_state" in with_counter(None, tmp_path / "of one rank")
+    for by_checkpoint, by_dict in run_ranks(with_counter, 2, str(tmp_path), True):
+        assert "unexpected in the checkpoint" in by_checkpoint and "1._extra_state" in by_checkpoint
+        assert "unexpected in the state dict: 1._extra_state" in by_dict
+
+
 def rank0_only(tp_group):
     return full_of_untrained(tp_group, rank0_only=True, cpu_offload=True)
 

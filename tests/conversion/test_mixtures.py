@@ -212,7 +212,6 @@ def test_what_is_not_supported_is_named():
     assert re.search(name + "normalises the output of each expert", refused(change=with_norm))
     assert re.search(name + "does not say the layout of its weights", refused(change=without_layout))
     assert re.search(name + r"has the parameters down_proj, gate_up_proj, scale: supported", refused(change=with_more))
-    assert "config.router_jitter_noise=0.1: random noise" in refused("mixtral", router_jitter_noise=0.1)
 
 
 def test_sizes_that_the_degree_does_not_divide():

@@ -489,6 +489,46 @@ def test_verify_takes_masks(what):
     assert all("the output of down is off by" in text for text in run_ranks(verified_masks, 2, what, True))
 
 
+class HoldsItself(nn.Module):
+    """Functions of several kinds that call modules of the model, which a copy's functions must call in the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+        def local(x: Tensor) -> Tensor:
+            return self.between(steps[-1](x))
+
+        steps = [lambda x: self.up(x)]
+        self.steps = {"first": (local, lambda x, down=self.down: down(x))}
+        self.calls = 0
+        self.between = nn.ReLU()
+        self.between.register_forward_hook(lambda module, args, y: setattr(self, "calls", self.calls + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.steps["first"]:
+            x = function(x)
+        return x
+
+
+def verified_functions(tp_group):
+    torch.manual_seed(0)
+    model, x = HoldsItself(), torch.randn(2, 6, HIDDEN)
+    want = model(x).detach()
+    tpi.parallelize(model, tp_group, {"up": "colwise", "down": "rowwise"}, verify=True, example_inputs=x)
+    assert model.calls == 1  # that above: the copies call their own
+    with tpi.set_tp_invariant_mode(True):
+        got = model(x).detach()
+    torch.testing.assert_close(got, want)
+    return got
+
+
+def test_verify_of_functions_that_hold_the_model():
+    want = verified_functions(None)
+    for got in run_ranks(verified_functions, 2):
+        testing.assert_bitwise_equal(got, want)
+
+
 def test_verify_at_tp_1():
     assert verified(None, ("fused", "norm right", "whole"), True) == dict.fromkeys(("fused", "norm right", "whole"), "")
 

@@ -10,6 +10,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import mesh_or_group
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -73,7 +74,6 @@ def test_all_that_cannot_be_honoured_in_one_error():
             "  plan['down']: no module has such a name",
             "  experts: style 'moe_identity_expert' is not supported; supported are " + ", ".join(STYLES),
             "  up: out_features=9 is not divisible by TP degree=2",
-            "  drop: dropout p=0.1: its mask would depend on the degree; set p to 0",
             "  conv: style 'rowwise' needs an nn.Linear, not a Conv1d",
         ]
 
@@ -107,11 +107,6 @@ def test_a_forward_given_to_an_activation_is_called():
     x = torch.randn(3, 4)
     with tpi.set_tp_invariant_mode(True):
         assert torch.equal(model(x), -model[0](x))
-
-
-def test_dropout_in_a_config():
-    text = refusal(hf_models.build("llama", attention_dropout=0.1))
-    assert "  config.attention_dropout=0.1: dropout's mask would depend on the degree; set it to 0" in text
 
 
 def test_an_unsafe_attention():
@@ -428,10 +423,61 @@ def test_parameters_that_a_module_holds_itself():
     assert text in refusal(model, {**HEADS_PLAN, f"{name}.weight": "rowwise", "sinks": "colwise"})
 
 
-def test_a_tie_with_what_is_not_swapped():
+def test_a_tie_with_what_stays():
     model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 4))
     model[1].bias = model[0].bias
-    assert "0 and 1 share a parameter, and not all of them can be swapped" in refusal(model, {"0": "replicate"})
+    assert "0 and 1 share a parameter but not the way it is sharded" in refusal(model, {"0": "colwise"})
+    parallelize(model, None, {"0": "replicate"})
+    assert isinstance(model[0], tpi.Linear) and model[1].bias is model[0].bias
+
+
+class Shifted(nn.Embedding):
+    """As position embeddings of OPT and BART: the rows of other numbers than those that are given."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids + 2)
+
+
+EMBEDDINGS = {
+    "derived": lambda: Shifted(12, 8),
+    "max_norm": lambda: nn.Embedding(12, 8, max_norm=0.5),
+    "by frequency": lambda: nn.Embedding(12, 8, scale_grad_by_freq=True),
+}
+
+
+def with_embedding(tp_group: Any, kind: str, mesh: str) -> Any:
+    found = {}
+    for name, make in EMBEDDINGS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(make(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        if kind == "ours" and mesh == "mesh" and name == "max_norm":  # in place, of what is a view of a DTensor there
+            with pytest.raises(ValueError, match="0: max_norm and sparse are not supported over a DeviceMesh"):
+                parallelize(model, mesh_or_group(tp_group, mesh), {"1": "colwise"})
+            continue
+        if kind == "ours":
+            parallelize(model, mesh_or_group(tp_group, mesh), {"1": "colwise", "3": "rowwise"})
+        with tpi.set_tp_invariant_mode(kind == "ours"):
+            y = model(torch.tensor([[1, 3, 3, 9]]))
+            y.square().sum().backward()
+        found[name] = {
+            "y": y.detach(),
+            **testing.full_grads(model),
+            "after": testing.full_parameters(model)["0.weight"],
+        }
+    return found
+
+
+@pytest.mark.parametrize("mesh", ("group", "mesh"))
+def test_embeddings_of_other_kinds_stay_where_they_are_whole(mesh):
+    """max_norm changes the weight in place, on every rank alike."""
+    stock, want = with_embedding(None, "stock", "group"), with_embedding(None, "ours", "group")
+    torch.testing.assert_close(want, stock)
+    for got in run_ranks(with_embedding, 2, "ours", mesh):
+        testing.assert_bitwise_equal(got, {name: want[name] for name in got})
+    for name, make in EMBEDDINGS.items():
+        what = "Shifted is no nn.Embedding times an" if name == "derived" else "max_norm, scale_grad_by_freq and sparse"
+        assert f"  0: {what}" in refusal(nn.Sequential(make()), {"0": "embedding_rowwise"})
+        assert type(parallelize(nn.Sequential(make()), None, {"0": "replicate"})[0]) is not tpi.VocabParallelEmbedding
 
 
 def test_ties_that_are_sharded_in_two_ways():

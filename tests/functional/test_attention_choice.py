@@ -143,6 +143,26 @@ def test_a_query_that_sees_no_key_gives_zeros():
     assert all(torch.isfinite(x).all() for x in results.values())
 
 
+@pytest.mark.parametrize("scale", (0.0, -0.4))
+@pytest.mark.parametrize("causal", (False, True))
+def test_scales_that_are_not_positive(scale, causal):
+    """Those of torch's values; and of a part of the heads the same bytes, with a control."""
+    q, k, v, grad = tensors(9, 9, 16, torch.float32)
+    got = attend(q, k, v, grad, is_causal=causal, scale=scale)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]  # torch's own is wrong for causal on a CPU
+    scores = scale * leaves[0] @ leaves[1].repeat_interleave(HEADS // KV_HEADS, 1).transpose(2, 3)
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1) if causal else torch.zeros(9, 9, dtype=torch.bool)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    out = weights @ leaves[2].repeat_interleave(HEADS // KV_HEADS, 1)
+    out.backward(grad.double())
+    for value, name in zip((out.detach(), *(x.grad for x in leaves)), ("out", "dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-4, atol=1e-4, msg=name)
+    first = slice(HEADS // KV_HEADS)  # the heads that share a key
+    part = attend(q[:, first], k[:, :1], v[:, :1], grad[:, first], is_causal=causal, scale=scale)
+    assert_bitwise_equal(part["out"], got["out"][:, first])
+    assert not torch.equal(attend(q, k, v, grad, is_causal=causal, scale=0.4)["out"], got["out"])
+
+
 # --- elementwise functions ------------------------------------------------------------------------------------------
 
 
@@ -188,7 +208,7 @@ def test_inside_a_module():
     SafeSdpa(module)
     with tpi.set_tp_invariant_mode(True):
         assert_bitwise_equal(module(q, k, v, is_causal=True), safe_attention(q, k, v, is_causal=True, enable_gqa=True))
-        with pytest.raises(ValueError, match=r"dropout_p=0\.5 is not supported with the TP-invariant mode on"):
+        with pytest.raises(ValueError, match=r"dropout_p=0\.5 is not supported with the TP-invariant mode on where a"):
             module(q, k, v, dropout_p=0.5)
         outside = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # also after the error
     stock = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -401,8 +401,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="passes block_size, which"):
         run(causal, block_size=4)
     run(causal, position_ids=q, use_cache=True, block_size=None, sliding_window=4, num_items_in_batch=q)
-    with pytest.raises(ValueError, match=r"attention dropout=0\.1"):
-        run(causal, dropout=0.1)
+    with pytest.raises(ValueError, match=r"attention dropout of LlamaAttention=0\.1"):
+        run(causal, dropout=0.1, cu_seq_lens_q=q)
     cu = torch.tensor([0, 6])
     with pytest.raises(ValueError, match=r"passes cu_seq_lens_\.\. with a mask that is not causal"):
         run(torch.ones(1, 1, 6, 6, dtype=torch.bool), cu_seq_lens_q=cu, cu_seq_lens_k=cu)

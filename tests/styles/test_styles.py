@@ -294,7 +294,6 @@ def modules_refused(tp_group):
         (nn.Embedding(8, 8), colwise, "take RowwiseParallel(input_layouts=Replicate(), ..)"),
         (nn.Embedding(8, 8), rowwise, "has input_layouts=S(-1): an embedding needs all ids on every rank"),
         (nn.LayerNorm(8), rowwise, "must be an nn.Linear or nn.Embedding"),
-        (nn.Dropout(0.1), sequence, "has p=0.1: its mask would depend on the degree"),
         (nn.Linear(8, 8), sequence, "computes no LayerNorm or RMSNorm"),
     ]
     wrong = []
@@ -303,6 +302,11 @@ def modules_refused(tp_group):
         text = said(lambda module=module, style=style: apply(module, mesh, style))
         if told not in text or type(module) is not before:
             wrong.append((told, text))
+    dropped, x = apply(nn.Dropout(0.1), mesh, sequence), torch.ones(2, 3, 8)
+    with tpi.set_tp_invariant_mode(True):
+        text = said(lambda: dropped(x))
+        assert f"SequenceParallel of Dropout on rank {rank} has p=0.1: its mask would depend on the degree" in text
+        assert torch.equal(dropped.eval()(x).to_local(), x)
     torch.manual_seed(rank)
     other = nn.Linear(8, 8)
     text = said(lambda: apply(other, mesh, colwise))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ from ..core.bits import raw_bytes, tensor_hash
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import piece_sizes
 from ..core.pieces import pieces_of
-from ..core.torch_private import process_groups
+from ..core.torch_private import process_groups, tree
 from ..layers.parameters import ShardSpec, is_over_data, named_shard_specs
 
 if TYPE_CHECKING:
@@ -208,14 +208,16 @@ def entry_of(tensor: Tensor, spec: ShardSpec) -> Entry:
 def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict, buffers included, with how each tensor is sharded.
 
+    Without what modules return from get_extra_state.
+
     Raises:
         TypeError: the state dict has other values than plain tensors and DTensors of this library's layers,
             `replicate_` and fully_shard; or fully_shard has cut plain shards.
         ValueError: see `tensor_specs` and `check_placements`.
     """
     reshard(model)
-    specs = tensor_specs(model)
-    state = model.state_dict(keep_vars=True)
+    specs, extra = tensor_specs(model), modules_with_extra_state(model, "get_extra_state")
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in extra}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} in the model's state dict is a {type(value).__name__}: only tensors are supported")
@@ -235,6 +237,15 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
                 f"{name} in the model's state dict is a {kind} tensor: only dense plain tensors are supported"
             )
     return {name: entry_of(tensor, specs.get(id(tensor), WHOLE)) for name, tensor in state.items()}
+
+
+def modules_with_extra_state(model: nn.Module, method: str) -> dict[str, nn.Module]:
+    """{key in the state dict: the module} of those whose class has a `method` of its own, {get,set}_extra_state."""
+    return {
+        f"{name}._extra_state" if name else "_extra_state": module
+        for name, module in model.named_modules()
+        if getattr(type(module), method) is not getattr(nn.Module, method)
+    }
 
 
 def _says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
@@ -328,15 +339,20 @@ def check_whole(tensors: Mapping[str, Any], what: str) -> None:
 
 
 def check_match(
-    entries: Mapping[str, Entry], given: Mapping[str, tuple[torch.Size, torch.dtype]], *, strict: bool, source: str
+    entries: Mapping[str, Entry],
+    given: Mapping[str, tuple[torch.Size, torch.dtype]],
+    *,
+    strict: bool,
+    source: str,
+    absent: Sequence[str] = (),
 ) -> IncompatibleKeys:
-    """Compares the model's entries with the tensors of a source.
+    """Compares the model's entries with the tensors of a source. absent: other keys that the source lacks.
 
     Raises:
         ValueError: one error that names every key that is missing, unexpected (with strict), or of another shape or
             dtype than the model's.
     """
-    missing, unexpected = sorted(entries.keys() - given.keys()), sorted(given.keys() - entries.keys())
+    missing, unexpected = sorted([*(entries.keys() - given.keys()), *absent]), sorted(given.keys() - entries.keys())
     problems = []
     if strict and missing:
         problems.append(f"missing in the {source}: {', '.join(missing)}")
@@ -359,11 +375,12 @@ def check_match(
 # --- gathering ------------------------------------------------------------------------------------------------------
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
     """The state dict that the unsharded model would have: keys, shapes, dtypes and order. A collective.
 
     Gated layers are in TP=1's order, a padded vocabulary has its own rows alone. No two tensors share memory, tied
-    weights neither, so that `safetensors.torch.save_file` takes them. Of a model over a DeviceMesh that fully_shard has
+    weights neither, so that `safetensors.torch.save_file` takes them. What modules return from get_extra_state is each
+    rank's own. Of a model over a DeviceMesh that fully_shard has
     cut over data parallel ranks too, on all of these.
 
     Args:
@@ -377,7 +394,15 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     """
     group = model_group(model)
     entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model))
-    return gather_entries(entries, group, rank0_only, cpu_offload)
+    full = gather_entries(entries, group, rank0_only, cpu_offload)
+    if len(full) < len(entries) or not modules_with_extra_state(model, "get_extra_state"):
+        return full
+
+    def copied(x: Tensor) -> Tensor:
+        return x.detach().to("cpu" if cpu_offload else x.device, copy=True)
+
+    state = model.state_dict(keep_vars=True).items()
+    return {name: full[name] if name in full else tree.tree_map_only(Tensor, copied, value) for name, value in state}
 
 
 def gather_entries(
@@ -402,8 +427,10 @@ def gather_entries(
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], strict: bool = True) -> IncompatibleKeys:
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
     """Copies this rank's part of each full tensor into the model. Every rank needs the whole `state_dict`.
+
+    Modules with set_extra_state get theirs by it.
 
     Args:
         state_dict: from `full_state_dict` at any degree, or an unsharded model's `state_dict()`. One of several tied
@@ -419,17 +446,22 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
         TypeError: in the same way, DTensors.
     """
     entries, group = model_entries(model), model_group(model)
-    offered = {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()}
-    given: dict[int, list[str]] = {id(entry.tensor): [] for entry in entries.values()}  # several names: tied
+    extra = modules_with_extra_state(model, "set_extra_state")
+    given = {
+        name: x if isinstance(x, Tensor) else torch.empty(0) for name, x in state_dict.items() if name not in extra
+    }
+    offered = {name: (x.shape, x.dtype) for name, x in given.items()}
+    named: dict[int, list[str]] = {id(entry.tensor): [] for entry in entries.values()}  # several names: tied
     for name, entry in entries.items():
         if name in offered:
-            given[id(entry.tensor)].append(name)
+            named[id(entry.tensor)].append(name)
 
     def check() -> IncompatibleKeys:
         check_whole(state_dict, "the state dict")
-        wanted = {name: entry for name, entry in entries.items() if name in offered or not given[id(entry.tensor)]}
-        keys = check_match(wanted, offered, strict=strict, source="state dict")
-        for first, *others in filter(None, given.values()):
+        wanted = {name: entry for name, entry in entries.items() if name in offered or not named[id(entry.tensor)]}
+        absent = [name for name in extra if name not in state_dict]
+        keys = check_match(wanted, offered, strict=strict, source="state dict", absent=absent)
+        for first, *others in filter(None, named.values()):
             for other in others:
                 if not torch.equal(raw_bytes(state_dict[first]), raw_bytes(state_dict[other])):
                     raise ValueError(
@@ -442,4 +474,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], str
     for name, entry in entries.items():
         if name in state_dict:
             entry.fill(state_dict[name])
+    for name, module in extra.items():
+        if name in state_dict:
+            module.set_extra_state(state_dict[name])
     return keys

@@ -44,6 +44,7 @@ from .full_state import (
     error_of_ranks,
     model_entries,
     model_group,
+    modules_with_extra_state,
     run_on_all_ranks,
     tensor_specs,
 )
@@ -69,7 +70,8 @@ def save(
 
     Args:
         optimizer: its state and param_groups are saved too.
-        extra: rank 0's is saved: nested dicts, lists, tuples, numbers, strings, None, tensors (a step, RNG states).
+        extra: rank 0's is saved: nested dicts, lists, tuples, numbers, strings, None, tensors (a step, RNG states). The
+            same holds for what modules return from get_extra_state.
         group: the ranks that call; None for the model's own tp_group, and after fully_shard for a process group of all
             ranks that have parts of the model, if there is one. With other data parallelism give the group of all
             ranks, or call it on one replica.
@@ -104,6 +106,8 @@ def save(
             values["optimizer"] = _pack(state, "optimizer", tensors)
         own: dict[str, Entry] = {}
         values["extra"] = _pack(dict(extra or {}), "extra", own)
+        if states := modules_with_extra_state(model, "get_extra_state"):
+            values["states"] = _pack({key: one.get_extra_state() for key, one in states.items()}, "states", own)
         check_members(tensors, ranks)
         json.dumps(values)  # before anything is written
         return tensors, own, {f"model.{name}": f"model.{target}" for name, target in aliases.items()}, values
@@ -164,7 +168,10 @@ def load(
         offered = {name.removeprefix("model."): kind for name, kind in saved.items() if name.startswith("model.")}
         entries = model_entries(model)
         check_members(entries, ranks)
-        check_match(entries, offered, strict=True, source=f"checkpoint {folder}")
+        saved_states, states = index.values.get("states", {}), modules_with_extra_state(model, "set_extra_state")
+        absent = [key for key in states if key not in saved_states]
+        offered |= {key: (torch.Size(()), torch.uint8) for key in saved_states if key not in states}  # unexpected
+        check_match(entries, offered, strict=True, source=f"checkpoint {folder}", absent=absent)
         once, aliases = _once(entries)
         for name, tied in aliases.items():
             if _contents(index, f"model.{name}") != _contents(index, f"model.{tied}"):
@@ -197,6 +204,8 @@ def load(
     loaded = tree.tree_map_only(Entry, lambda entry: entry.tensor, values)
     if optimizer is not None:
         install_optimizer_state(model, optimizer, loaded["optimizer"]["groups"], loaded["optimizer"]["state"])
+    for key, module in modules_with_extra_state(model, "set_extra_state").items():
+        module.set_extra_state(loaded["states"][key])
     return loaded["extra"]
 
 

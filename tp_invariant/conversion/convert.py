@@ -44,7 +44,7 @@ from ..layers.experts import check_replicas_of
 from ..layers.in_place import all_or_nothing, convert, held_elsewhere, places_of, problems_in_place
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import place_whole
-from .gradient_flow import FirstForward
+from .gradient_flow import FirstForward, check_mask_of
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
 from .survey import SEQUENCE_DIM, Survey
@@ -82,8 +82,8 @@ def parallelize(
             (`replicate_`).
         plan: {pattern: style or Part}, see plans.py; None: the plan of a Hugging Face model.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
-            `layers` and a final `norm`. The degree must divide the sequence length, so this does not work for decoding
-            token by token.
+            `layers` and a final `norm`. The degree must divide the sequence length where there are gradients. Without,
+            calls of other lengths, such as generate's, run without sequence parallelism.
         expert_parallel_group: of a mixture of experts: store the weights of experts by expert over this group, instead
             of by their inner features. It has the ranks of tp_group, or those of several data-parallel replicas, which
             then must call parallelize together and with the same model; see Experts.
@@ -184,10 +184,12 @@ def _convert(model: nn.Module, survey: Survey) -> None:
         # for attention in a model's own code, which does not use the interface; without the output layer's caller
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         attending = callers(model, linears)
+        around = [name for name, module in model.named_modules() if id(module) in attending]
+        attending |= callers(model, around)  # which may hold dropout between the blocks
     else:
         attending = callers(model, survey.layers) | {id(model): model}
     for caller in attending.values():
-        SafeSdpa(caller)
+        SafeSdpa(caller, check_mask_of(survey.group))
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
         with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")
@@ -201,7 +203,7 @@ def _convert(model: nn.Module, survey: Survey) -> None:
                 with_key(block.register_forward_hook(hooks.leave_block, with_kwargs=True), "sequence")
         if hooks.group.size > 1:
             owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
-            with_key(owner.register_forward_pre_hook(hooks.start), "sequence")
+            with_key(owner.register_forward_pre_hook(hooks.start, with_kwargs=True), "sequence")
             with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
             with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers), "sequence")
         with_key(norm.register_forward_hook(hooks.gather), "sequence")
@@ -213,15 +215,33 @@ class _SequenceHooks:
     In a group of one rank nothing is moved. `inside`: whether the hidden states are sharded now, as they are from the
     first layer to the final norm. A model may call that norm before its layers too; then the hooks scatter the norm's
     input and gather its output.
+
+    Where the degree does not divide the sequence, a forward without gradients runs without sequence parallelism (a
+    prompt of any length), and so does one of fewer tokens than ranks (decoding).
     """
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self.over = self.group = group  # `group` has one rank in a forward without sequence parallelism
+        self.whole: list[Any] = []  # the layers that then run without it
         self.inside = False
         self.tokens = 0  # of this rank's part of the sequence, in the latest forward
 
-    def start(self, owner: nn.Module, args: Any) -> None:
+    def start(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.inside = False  # an earlier forward may have ended in an error
+        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+        x = next((x for x in given if isinstance(x, Tensor) and x.dim() > SEQUENCE_DIM), None)
+        if x is None:
+            return
+        tokens, ranks = x.shape[SEQUENCE_DIM], self.over.size
+        shards = tokens % ranks == 0 or (tokens > ranks and torch.is_grad_enabled())
+        if shards is (self.group is self.over):
+            return
+        if not shards:
+            self.whole = [layer for layer in owner.modules() if getattr(layer, "sequence_parallel", False)]
+        self.group = self.over if shards else Group(None, 0, 1)
+        for layer in self.whole:
+            layer.sequence_parallel = shards
+        self.whole = [] if shards else self.whole
 
     def scatter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         args, kwargs = _with_first(scatter_sequence, self.group, args, kwargs)

@@ -8,7 +8,6 @@ copy is one number, expanded, and each linear layer returns zeros, so that it ne
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.copies import copy_of_module
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 
 _BATCH, _LENGTHS = 2, (5, 6)
@@ -132,7 +132,7 @@ def _light_copy(model: nn.Module) -> nn.Module:
         return torch.zeros(b.shape, dtype=b.dtype, device="cpu") if b.is_meta else b.detach().to("cpu", copy=True)
 
     memo: dict[int, Any] = {id(p): number(p) for p in model.parameters()}
-    twin = copy.deepcopy(model, memo | {id(b): on_cpu(b) for b in model.buffers()}).eval()
+    twin = copy_of_module(model, memo | {id(b): on_cpu(b) for b in model.buffers()}).eval()
     for module in twin.modules():
         forward_pre_hooks_of(module).clear()
         forward_hooks_of(module).clear()

@@ -19,7 +19,6 @@ The model does not change: no gradient, buffer, hook or flag, and no state of a 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,6 +32,7 @@ from ..checkpoint.full_state import run_on_all_ranks
 from ..comm.collectives import Group
 from ..comm.wire import gather_objects
 from ..core.bits import digest, leaves
+from ..core.copies import copy_of_module
 from ..core.layout import shard
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.torch_private import tree
@@ -326,7 +326,7 @@ def _preserved_state(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    twin = copy.deepcopy(model)
+    twin = copy_of_module(model)
     use_own_code(twin)
     for module in twin.modules():  # .to(dtype) of a whole model is refused by some
         for tensors in (module._parameters, module._buffers):

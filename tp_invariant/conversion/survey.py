@@ -310,8 +310,6 @@ class Survey:
             self._experts(name, module)
         elif isinstance(module, ShardedModule):
             self._problem(name, f"is a {type(module).__name__} already")
-        elif isinstance(module, nn.Dropout) and module.p:
-            self._problem(name, f"dropout p={module.p}: its mask would depend on the degree; set p to 0")
         elif type(module) is nn.Linear or (part is not None and computes_as(module, nn.Linear)):
             self._linear(name, module, part or Part("replicate"))
         elif isinstance(module, nn.Embedding):
@@ -405,17 +403,21 @@ class Survey:
     def _embedding(self, name: str, embedding: nn.Embedding, part: Part) -> None:
         if part.style != EMBEDDING_STYLE and part.style not in WHOLE_STYLES:
             return self._problem(name, f"style {part.style!r} is not for an nn.Embedding: choose {EMBEDDING_STYLE!r}")
-        group = self.group if part.style == EMBEDDING_STYLE else None
-        self._divides(name, "num_embeddings", embedding.num_embeddings, 1 if group is None else group.size)
-        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-            self._problem(name, "max_norm, scale_grad_by_freq and sparse are not supported")
         if self._sees_local_tokens(name):
             self._problem(name, "is an embedding inside a decoder layer: not supported under sequence_parallel")
-        scale = None
-        if not computes_as(embedding, nn.Embedding):
-            scale = _scale_of(embedding)
-            if scale is None:
-                return self._problem(name, f"{type(embedding).__name__} is no nn.Embedding times an embed_scale")
+        scale = None if computes_as(embedding, nn.Embedding) else _scale_of(embedding)
+        unusual = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+        if unusual or (scale is None and not computes_as(embedding, nn.Embedding)):
+            if part.style == EMBEDDING_STYLE:
+                what = "max_norm, scale_grad_by_freq and sparse are" if unusual else (
+                    f"{type(embedding).__name__} is no nn.Embedding times an embed_scale, which alone is"
+                )  # fmt: skip
+                self._problem(name, f"{what} not supported where rows are sharded")
+            elif (embedding.max_norm is not None or embedding.sparse) and self.group.mesh is not None:
+                self._problem(name, "max_norm and sparse are not supported over a DeviceMesh: give a ProcessGroup")
+            return  # else every rank computes the same on the whole
+        group = self.group if part.style == EMBEDDING_STYLE else None
+        self._divides(name, "num_embeddings", embedding.num_embeddings, 1 if group is None else group.size)
 
         def make() -> ShardedModule:
             if scale is None:
@@ -493,8 +495,6 @@ class Survey:
             dims = {name: self._sharded_dim(name) for name in names}
             if len(set(dims.values())) > 1:
                 self.problems.append(f"{' and '.join(names)} share a parameter but not the way it is sharded")
-            elif len({name in self.swaps for name in names}) > 1:
-                self.problems.append(f"{' and '.join(names)} share a parameter, and not all of them can be swapped")
 
     def _sharded_dim(self, name: str) -> Any:
         part = self.parts.get(name, Part("replicate"))
@@ -512,15 +512,11 @@ class Survey:
         if problem := hugging_face.problem_with(self.config, self.model):
             self.problems.append(problem)
         for name, value in vars(self.config).items():
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value:
-                self.problems.append(f"config.{name}={value}: dropout's mask would depend on the degree; set it to 0")
             if "capacity" in name and isinstance(value, (int, float)) and value > 0:
                 self.problems.append(
                     f"config.{name}={value}: experts that drop the tokens beyond a capacity are not supported, "
                     "only such as take every token that the router sends them"
                 )
-            if "jitter" in name and isinstance(value, (int, float)) and value and self.experts:
-                self.problems.append(f"config.{name}={value}: random noise would depend on the rank; set it to 0")
         colwise = [name for name, part in self.parts.items() if part.style == "colwise"]
         if any("att" in type(self.modules[name.rpartition(".")[0]]).__name__.lower() for name in colwise):
             for name in ("num_attention_heads", "num_key_value_heads"):

@@ -76,7 +76,7 @@ def attention(
 
     Args:
         causal: a query at position p sees keys 0 .. p.
-        scale: positive; 1 / sqrt(D) if None. scale, window, softcap and max_seqlen_* are numbers, not tensors.
+        scale: 1 / sqrt(D) if None. scale, window, softcap and max_seqlen_* are numbers, not tensors.
         window: a query sees only the last `window` of these keys, its own position included; needs causal.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], from 0 to Sq and Sk: where each sequence starts. If
@@ -121,7 +121,7 @@ def attention(
             check_mask_use(mask, q, packed=cu_seqlens_q is not None)
         if not isinstance(causal, bool):
             raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
-        scale, softcap = check_score_options(q, scale, softcap)
+        q, scale, softcap = check_score_options(q, scale, softcap)
         window = number(window, int, "window")
         max_seqlen_q = number(max_seqlen_q, int, "max_seqlen_q")
         max_seqlen_k = number(max_seqlen_k, int, "max_seqlen_k")

@@ -27,15 +27,17 @@ def in_autocasts_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     return q, k, v
 
 
-def check_score_options(q: Tensor, scale: float | None, softcap: float | None) -> tuple[float, float | None]:
-    """Both as numbers; the scale is 1 / sqrt(D) if None."""
+def check_score_options(q: Tensor, scale: float | None, softcap: float | None) -> tuple[Tensor, float, float | None]:
+    """q and both as numbers, with a positive scale, 1 / sqrt(D) if None: kernels know no other."""
     scale = number(q.shape[-1] ** -0.5 if scale is None else scale, float, "scale")
     softcap = number(softcap, float, "softcap")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} must be positive and finite: for a negative one, negate q")
-    return scale, softcap
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite")
+    if scale <= 0:
+        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
+    return q, scale, softcap
 
 
 def number(value: Any, kind: type, name: str) -> Any:

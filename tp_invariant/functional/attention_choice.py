@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core.dtensors import as_dtensor, is_dtensor
 from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundLayers, call_in_whole_vectors, is_inside
@@ -46,7 +47,7 @@ def safe_attention(
             scores; `attention` says when it may require a gradient. Other dtypes are refused, because either meaning
             is possible.
         is_causal: query i sees keys 0 .. i.
-        scale: 1 / sqrt(D) if None; positive.
+        scale: 1 / sqrt(D) if None.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2).
         enable_gqa: allows h to be a multiple of kv; query heads i * h / kv .. share key head i.
         sinks: as in `attention`.
@@ -94,11 +95,23 @@ def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: A
 # --- in place of F.scaled_dot_product_attention ---------------------------------------------------------------------
 
 
-_REROUTED = {F.scaled_dot_product_attention, *POSITION_DEPENDENT_FUNCTIONS}
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout,
+}  # fmt: skip
+_REROUTED = {F.scaled_dot_product_attention, *_DROPOUTS, *POSITION_DEPENDENT_FUNCTIONS}
+
+# (a node of the autograd graph, None where there is no graph; the name of what draws a mask for its value): raises a
+# ValueError where that value is this rank's part of the activations
+CheckMask = Callable[[Any, str], None]
 
 
 class _Reroute(AroundLayers):
     """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
+
+    def __init__(self, check_mask: CheckMask | None = None) -> None:
+        super().__init__()
+        self.check_mask = check_mask
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -107,10 +120,19 @@ class _Reroute(AroundLayers):
         if func not in _REROUTED:  # nearly always, for every function of torch that a module calls
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return (_safe_sdpa if is_tp_invariant_mode_enabled() else func)(*args, **kwargs)
-        if torch.compiler.is_compiling():
+            if is_tp_invariant_mode_enabled():
+                return _safe_sdpa(*args, check_dropout=self.check_mask, **kwargs)
             return func(*args, **kwargs)
-        return call_in_whole_vectors(func, args, kwargs) if is_tp_invariant_mode_enabled() else func(*args, **kwargs)
+        if torch.compiler.is_compiling() or not is_tp_invariant_mode_enabled():
+            return func(*args, **kwargs)
+        return self._dropout(func, args, kwargs) if func in _DROPOUTS else call_in_whole_vectors(func, args, kwargs)
+
+    def _dropout(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        before = (args[0] if args else kwargs["input"]).grad_fn
+        result = func(*args, **kwargs)
+        if self.check_mask is not None and before is not None and result.grad_fn is not before:  # p > 0, in training
+            self.check_mask(before, func.__name__)
+        return result
 
 
 def _safe_sdpa(
@@ -122,13 +144,31 @@ def _safe_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    check_dropout: CheckMask | None = None,
 ) -> Tensor:
-    check_no_dropout(dropout_p, "dropout_p")
     layout = _layout_of(query, key, value)
     q, k, v = (x.to_local() if is_dtensor(x) else x for x in (query, key, value))
     mask = _whole_mask(attn_mask)
-    out = safe_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    options: dict[str, Any] = dict(attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    if dropout_p:
+        if check_dropout is None or (layout is not None and not all(p.is_replicate() for p in layout[1])):
+            refuse_dropout(dropout_p, "dropout_p")
+        else:
+            check_dropout(q.grad_fn, f"dropout_p={dropout_p} of scaled_dot_product_attention")
+        with torchs_attention():
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
+    else:
+        out = safe_attention(q, k, v, **options)
     return out if layout is None else as_dtensor(out, layout, "the output of scaled_dot_product_attention")
+
+
+def torchs_attention() -> Any:
+    """Inside, torch's attention is one whose bits and dropout mask are the same at each call from the same seed.
+
+    For dropout, which this library's attention does not have. Every rank must have all heads.
+    """
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _layout_of(query: Tensor, key: Tensor, value: Tensor) -> Any:
@@ -153,12 +193,11 @@ def _whole_mask(mask: Tensor | None) -> Tensor | None:
     return mask.to_local() if is_dtensor(mask) else mask
 
 
-def check_no_dropout(p: float, name: str) -> None:
-    if p:
-        raise ValueError(
-            f"{name}={p} is not supported with the TP-invariant mode on, because a dropout mask would depend on the "
-            "degree: set it to 0"
-        )
+def refuse_dropout(p: float, name: str) -> None:
+    raise ValueError(
+        f"{name}={p} is not supported with the TP-invariant mode on where a rank may have a part of the heads, because "
+        "a dropout mask would depend on the degree: set it to 0"
+    )
 
 
 class SafeSdpa:
@@ -170,9 +209,12 @@ class SafeSdpa:
 
     The hooks do not act in a function that torch.utils.checkpoint recomputes in backward, outside any module's forward:
     pass a module to torch.utils.checkpoint, as transformers does with its layers.
+
+    check_mask: is called where the module's code draws a dropout mask; None: attention with dropout is refused.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, check_mask: CheckMask | None = None) -> None:
+        self._check_mask = check_mask
         self._entered: list[_Reroute | None] = []  # None: a module around this one has entered its own
         if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in forward_pre_hooks_of(module).values()):
             return
@@ -181,7 +223,7 @@ class SafeSdpa:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():
-            mode = None if is_inside(_Reroute) else _Reroute()
+            mode = None if is_inside(_Reroute) else _Reroute(self._check_mask)
             self._entered.append(mode)
             if mode is not None:
                 mode.__enter__()

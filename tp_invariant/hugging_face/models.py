@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..core.derived_class import derived_class
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
-from ..functional.attention_choice import check_no_dropout, safe_attention
+from ..functional.attention_choice import refuse_dropout, safe_attention, torchs_attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..layers.linear import Linear
 from .generation import Generating
@@ -156,10 +156,12 @@ def register_attention() -> None:
     A model that asks transformers for neither mask nor attention (DeBERTa) runs its own, whatever the name: nothing
     of this library is called then that could say so. `parallelize` refuses such models.
 
+    Dropout of attention weights, in training, is torch's own attention, for modules of which a rank has all heads.
+
     Raises (at a forward):
-        ValueError: dropout; output_attentions, which nothing has; a window without a mask that would say where it
-            stands; and whatever else a model hands its attention that this one does not know: position biases, chosen
-            blocks or indices, paged caches.
+        ValueError: dropout where a rank has a part of the heads; output_attentions, which nothing has; a window without
+            a mask that would say where it stands; and whatever else a model hands its attention that this one does not
+            know: position biases, chosen blocks or indices, paged caches.
         NotImplementedError, AttributeError: a model that computes with its mask (GPT-J, Bloom).
     """
     from transformers import AttentionInterface
@@ -257,11 +259,11 @@ class _Mask:
             return self.original(**asked)
         visible, dropped = visible_keys(**asked), int(asked.get("kv_offset") or 0)
         if visible is not None:
-            return visible
+            return replace(visible, as_matrix=functools.partial(self.original, **asked))
         if not dropped:
             return self.original(**asked)
         matrix, keys = self.original(**asked | dict(allow_is_causal_skip=False)), asked["kv_length"]
-        return VisibleKeys(False, None, keys, None, dropped, keys, matrix)
+        return VisibleKeys(False, None, keys, None, dropped, keys, matrix, lambda: matrix)
 
 
 class _HuggingFace:
@@ -296,11 +298,22 @@ class _HuggingFace:
             given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, s_aux=s_aux, **others)
             given = {name: value for name, value in given.items() if value is not None}
             return self._stock(module)(module, query, key, value, attention_mask, **given)
-        check_no_dropout(dropout, "attention dropout")
         others.setdefault("output_attentions", getattr(getattr(module, "config", None), "output_attentions", None))
-        for name, passed in others.items():
-            if passed is None or passed is False or name in _IGNORED_ARGUMENTS:
-                continue
+        unknown = {
+            name: passed for name, passed in others.items()
+            if passed is not None and passed is not False and name not in _IGNORED_ARGUMENTS
+        }  # fmt: skip
+        whole = not _has_part_of_the_heads(module) and all(others.get(name) is None for name in _PACKED)
+        if whole and (dropout or (unknown and self.original is not None)):
+            if isinstance(attention_mask, VisibleKeys):
+                attention_mask = attention_mask.as_matrix()
+            given = dict(scaling=scaling, is_causal=is_causal, softcap=softcap, s_aux=s_aux, **others)
+            given = {name: value for name, value in given.items() if value is not None}
+            with torchs_attention():
+                return self._stock(module)(module, query, key, value, attention_mask, dropout=dropout, **given)
+        if dropout:
+            refuse_dropout(dropout, f"attention dropout of {type(module).__name__}")
+        for name, passed in unknown.items():
             if name == "output_attentions":
                 raise ValueError(
                     f"{type(module).__name__} is asked for output_attentions={passed}: tpi.attention has no weights to "
@@ -328,7 +341,6 @@ class _HuggingFace:
         return out.transpose(1, 2).contiguous(), None
 
     def _stock(self, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        assert self.original is not None
         if self.original == "eager":  # each model file has its own
             for cls in type(module).__mro__:
                 eager = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
@@ -337,7 +349,12 @@ class _HuggingFace:
             raise NotImplementedError(f"{type(module).__name__} has no eager_attention_forward beside it")
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        return ALL_ATTENTION_FUNCTIONS[self.original]
+        return ALL_ATTENTION_FUNCTIONS[self.original or "sdpa"]
+
+
+def _has_part_of_the_heads(attention: nn.Module) -> bool:
+    linears = [module for module in attention.modules() if isinstance(module, Linear) and module.group.size > 1]
+    return any(linear.parallel_mode == "column" and not linear.gather_output for linear in linears)
 
 
 def _without_mask(

@@ -55,8 +55,10 @@ def parallelize_module(
         parallelize_plan,  # type: ignore[arg-type]
         src_data_rank=src_data_rank,
     )
-    sharded = [name for name, child in module.named_modules() if isinstance(child, Linear) and child.parallel_mode]
+    sharded = {name: child.group.size for name, child in module.named_modules()
+               if isinstance(child, Linear) and child.parallel_mode}  # fmt: skip
     if sharded and not isinstance(module, Linear):
+        alone = max(sharded.values()) == 1
         for caller in (callers(module, sharded) | {id(module): module}).values():
-            SafeSdpa(caller)
+            SafeSdpa(caller, (lambda node, name: None) if alone else None)
     return result

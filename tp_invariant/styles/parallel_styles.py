@@ -14,6 +14,7 @@ another layer (layers/in_place.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import numbers_given_back, share_error
 from ..consistency.same_weights import check_same_model
 from ..core.dtensors import sharded_already
-from ..core.module_hooks import has_own_forward
+from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.module_hooks import has_own_forward, with_key
 from ..layers.in_place import all_or_nothing, convert, places_of, problems_in_place
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
@@ -148,8 +150,8 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 class SequenceParallel(torch_styles.SequenceParallel):
     """torch's SequenceParallel with this library's ParallelNorm: the same bits at every degree.
 
-    For nn.LayerNorm, nn.RMSNorm and classes of one's own that compute the same; nn.Dropout only with p=0. Weights need
-    not be ones: they are kept, and every rank must have the same.
+    For nn.LayerNorm, nn.RMSNorm and classes of one's own that compute the same; nn.Dropout only with p=0, or in
+    evaluation. Weights need not be ones: they are kept, and every rank must have the same.
 
     Args:
         sequence_dim: the dim of x that is sharded, counted from the front.
@@ -169,15 +171,19 @@ class SequenceParallel(torch_styles.SequenceParallel):
 
         def make(group: Group) -> ShardedModule | None:
             if isinstance(module, nn.Dropout):
-                if module.p:
-                    raise ValueError(
-                        f"{_named(self, module, group)} has p={module.p}: its mask would depend on the degree; set p "
-                        "to 0"
-                    )
                 return None
             return ParallelNorm._on_meta(module, tp_group=group, **_sequence(sharding))
 
-        return _apply(self, module, device_mesh, make, ("sequence_dim", sharding, sharding))
+        _apply(self, module, device_mesh, make, ("sequence_dim", sharding, sharding))
+        if isinstance(module, nn.Dropout):
+            name = _named(self, module, resolve_group(device_mesh))
+            with_key(module.register_forward_pre_hook(partial(_refuse_mask, name, device_mesh.size())), "dropout")
+        return module
+
+
+def _refuse_mask(name: str, degree: int, module: nn.Dropout, args: Any) -> None:
+    if module.training and module.p and degree > 1 and is_tp_invariant_mode_enabled():
+        raise ValueError(f"{name} has p={module.p}: its mask would depend on the degree; set p to 0, or call eval()")
 
 
 @numbers_given_back()
