@@ -494,15 +494,14 @@ class HoldsItself(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.up, self.down, self.between = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN), nn.ReLU()
 
         def local(x: Tensor) -> Tensor:
-            return self.between(steps[-1](x))
+            return steps[-1](x)
 
         steps = [lambda x: self.up(x)]
-        self.steps = {"first": (local, lambda x, down=self.down: down(x))}
+        self.steps = {"first": (local, lambda x, between=self.between: self.down(between(x)))}
         self.calls = 0
-        self.between = nn.ReLU()
         self.between.register_forward_hook(lambda module, args, y: setattr(self, "calls", self.calls + 1))
 
     def forward(self, x: Tensor) -> Tensor:
