@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from ..layers.experts import check_replicas_of
 from ..layers.in_place import all_or_nothing, convert, held_elsewhere, places_of, problems_in_place
 from ..layers.local_parameters import shard_parameters
 from ..layers.replicate import place_whole
-from .gradient_flow import FirstForward, check_mask_of
+from .gradient_flow import FirstForward, check_mask
 from .plan_check import check_plan, digest_of_tensors
 from .plans import Part, own_plan
 from .survey import SEQUENCE_DIM, Survey
@@ -189,7 +190,7 @@ def _convert(model: nn.Module, survey: Survey) -> None:
     else:
         attending = callers(model, survey.layers) | {id(model): model}
     for caller in attending.values():
-        SafeSdpa(caller, check_mask_of(survey.group))
+        SafeSdpa(caller, partial(check_mask, survey.group))
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
         with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")

@@ -253,22 +253,18 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
     return True
 
 
-def check_mask_of(group: Group) -> Callable[[Any, str], None]:
+def check_mask(group: Group, node: Any, name: str) -> None:
     """The CheckMask of functional/attention_choice.py for a model over `group`.
 
     Ranks that draw the same random numbers draw one mask for what is whole, but each the same one for its part.
     """
-
-    def check(node: Any, name: str) -> None:
-        if group.size > 1 and (node is None or _is_part(node)):
-            raise ValueError(
-                f"{name} on rank {group.rank} of {group.size} acts on this rank's part of the activations"
-                f"{', or may, as without gradients nothing shows it' if node is None else ''}: its mask would depend "
-                "on the degree. Set p to 0 there, call model.eval(), or use dropout where activations are whole, as "
-                "before a column-parallel layer and after a row-parallel one without sequence_parallel"
-            )
-
-    return check
+    if group.size > 1 and (node is None or _is_part(node)):
+        raise ValueError(
+            f"{name} on rank {group.rank} of {group.size} acts on this rank's part of the activations"
+            f"{', or may, as without gradients nothing shows it' if node is None else ''}: its mask would depend on the "
+            "degree. Set p to 0 there, call model.eval(), or use dropout where activations are whole, as before a "
+            "column-parallel layer and after a row-parallel one without sequence_parallel"
+        )
 
 
 def _is_part(node: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed.tensor.parallel as torch_styles
 from torch import nn
@@ -60,5 +61,9 @@ def parallelize_module(
     if sharded and not isinstance(module, Linear):
         alone = max(sharded.values()) == 1
         for caller in (callers(module, sharded) | {id(module): module}).values():
-            SafeSdpa(caller, (lambda node, name: None) if alone else None)
+            SafeSdpa(caller, _allow_mask if alone else None)
     return result
+
+
+def _allow_mask(node: Any, name: str) -> None:
+    """The CheckMask of a group of one rank."""
