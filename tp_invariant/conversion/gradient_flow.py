@@ -261,8 +261,8 @@ def check_mask(group: Group, node: Any, name: str) -> None:
     if group.size > 1 and (node is None or _is_part(node)):
         raise ValueError(
             f"{name} on rank {group.rank} of {group.size} acts on this rank's part of the activations"
-            f"{', or may, as without gradients nothing shows it' if node is None else ''}: its mask would depend on the "
-            "degree. Set p to 0 there, call model.eval(), or use dropout where activations are whole, as before a "
+            f"{', or may, as without gradients nothing shows it' if node is None else ''}: its mask would depend on "
+            "the degree. Set p to 0 there, call model.eval(), or use dropout where activations are whole, as before a "
             "column-parallel layer and after a row-parallel one without sequence_parallel"
         )
 
