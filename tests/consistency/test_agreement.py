@@ -360,7 +360,7 @@ def test_sequence_functions_are_compared_when_first_seen(what, message):
 
 
 def count_gathers(tp_group, check):
-    """(gathers of 24 bytes in two equal steps of a layer, forward and backward; the gradients)."""
+    """(gathers of 32 bytes in two equal steps of a layer, forward and backward; the gradients)."""
     gathers, gather = [], compare.gather_major
     agreement.compare_environments(resolve_group(tp_group), torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
@@ -369,7 +369,7 @@ def count_gathers(tp_group, check):
         torch.manual_seed(0)
         layer = tpi.Linear(64, 8, parallel_mode="row", tp_group=tp_group)
         for _ in range(2):
-            y = layer(torch.randn(5, 64 // tp_group.size()))
+            y = layer(torch.randn(5, 64).chunk(tp_group.size(), 1)[tp_group.rank()])
             y += 1.0  # what users do; a view would refuse
             y.square().sum().backward()
     return len(gathers), y.detach(), tpi.testing.full_grads(layer)

@@ -1,4 +1,4 @@
-"""A tool that copies one rank's plain shards to the others is noticed at the first call."""
+"""Parts that are equal on several ranks are noticed at a call's first use: copied parameters, and whole inputs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.functional.regions import gather_sequence
 
 
 class Model(nn.Module):
@@ -187,3 +188,155 @@ def test_ranks_with_seeds_of_their_own(kind):
         assert run_ranks(made_of_others, 2, kind, way, (1, 1)) == ["", ""]
     for way in ("written", "reset"):
         assert run_ranks(made_of_others, 2, kind, way, (0, 1)) == ["", ""]
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def whole_or_cut(tp_group, what, whole, mode):
+    """The loss and a gradient, or the error, of what is passed whole or as this rank's part."""
+    torch.manual_seed(0)
+    size, rank = tp_group.size(), tp_group.rank()
+    tokens, sp = torch.randn(8, 2, 16), dict(tp_group=tp_group, sequence_parallel=True)
+    part = tokens if whole else tokens.chunk(size, 0)[rank]
+    with tpi.set_tp_invariant_mode(mode):
+        if what == "logits":
+            weight, target = torch.randn(16, 32, requires_grad=True), torch.randint(32, (8, 2))
+            logits = tokens @ (weight if whole else weight.chunk(size, 1)[rank])
+            call, inputs = lambda: tpi.vocab_parallel_cross_entropy(logits, target, tp_group=tp_group), weight
+        elif what == "features":
+            layer = tpi.Linear(16, 8, parallel_mode="row", tp_group=tp_group)
+            x = tokens[..., : 16 // size] if whole else tokens.chunk(size, 2)[rank]
+            call, inputs = lambda: layer(x), layer.weight
+        elif what == "gathered":
+            call, inputs = lambda: gather_sequence(part, tp_group), None
+        elif what == "heads":
+            heads = torch.randn(2, 4, 8, 16)
+            norm = tpi.ParallelNorm(16, tp_group=tp_group, heads=8, heads_dim=2)
+            x = heads[:, :, : 8 // size] if whole else heads.chunk(size, 2)[rank]
+            call, inputs = lambda: norm(x), norm.weight
+        elif what == "experts":
+            layer = tpi.Experts(4, 16, 32, **sp)
+            index = torch.zeros(*part.shape[:2], 1, dtype=torch.long)
+            call, inputs = lambda: layer(part, index, torch.ones(index.shape)), layer.down_proj
+        else:
+            layer = {
+                "column": lambda: tpi.Linear(16, 32, parallel_mode="column", **sp),
+                "norm and column": lambda: tpi.LayerNormLinear(16, 32, parallel_mode="column", **sp),
+                "replicated": lambda: tpi.Linear(16, 32, **sp),
+                "norm": lambda: tpi.ParallelNorm(16, **sp),
+            }[what]()
+            call, inputs = lambda: layer(part), next(layer.parameters())
+        try:
+            y = call()
+        except RuntimeError as error:
+            return str(error)
+        if inputs is None:
+            return y
+        y.sum().backward()
+        return inputs.grad
+
+
+INPUTS = {
+    "logits": r"logits of vocab_parallel_cross_entropy is .*\. Pass tp_group=None for whole logits, .*parallel_mode='c",
+    "features": r"x of Linear\(16, 8, 'row'\) is .*\. Pass this rank's features, .* or all 16 of them and input_is_par",
+    "column": r"x of Linear\(16, 32, 'column'\) is .*\. Pass this rank's tokens, which scatter_sequence cuts",
+    "norm and column": r"x of LayerNormLinear\(16, 32, 'column'\) is .*\. Pass this rank's tokens",
+    "replicated": r"x of Linear\(16, 32, None\) is .*\. Pass this rank's tokens",
+    "norm": r"x of ParallelNorm\(16, .*\) is .*\. Pass this rank's tokens",
+    "heads": r"x of ParallelNorm\(16, .*\) is .*\. Pass this rank's heads",
+    "experts": r"hidden_states of Experts\(4, 16, 32\) is .*\. Pass this rank's tokens",
+    "gathered": r"x of gather_sequence is .*\. It gathers parts: leave it out",
+}
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("what", INPUTS)
+def test_whole_inputs_are_refused_where_parts_are_meant(what, mode):
+    texts = run_ranks(whole_or_cut, 4, what, True, mode)
+    assert len(set(texts)) == 1
+    assert "the same on rank 0, 1, 2, 3 of tp_group, each of which must pass another part" in texts[0]
+    assert re.search(INPUTS[what], texts[0]) and "shards_may_be_equal = True" in texts[0]
+    # a control: parts pass, and what they give is right
+    results = run_ranks(whole_or_cut, 4, what, False, mode)
+    assert all(isinstance(result, torch.Tensor) for result in results)
+    if what == "gathered":
+        testing.assert_bitwise_equal(results, run_ranks(whole_or_cut, 1, what, True, mode) * 4)
+
+
+def loss_of_whole_logits(tp_group, how):
+    """The bytes and the value of a loss of logits that a head has gathered, and the head's gradient."""
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(16, 32))
+    x, target = torch.randn(6, 16), torch.randint(32, (6,))
+    tpi.parallelize(head, tp_group, {"0": "colwise_gather_output" if how != "sharded" else "colwise"})
+    logits = head(x)
+    if how == "changed":
+        logits = logits.view(2, 3, -1).flatten(0, 1)
+    group = None if how == "whole" else tp_group
+    try:
+        loss = tpi.vocab_parallel_cross_entropy(logits, target, tp_group=group)
+    except RuntimeError as error:
+        return str(error)
+    loss.backward()
+    weight, bias = (full.double() for full in tpi.full_state_dict(head).values())
+    return loss.detach(), nn.functional.cross_entropy(x.double() @ weight.t() + bias, target), testing.full_grads(head)
+
+
+def test_a_loss_of_whole_logits_is_right_or_refused():
+    with tpi.set_tp_invariant_mode(True):
+        (alone,) = run_ranks(loss_of_whole_logits, 1, "sharded")
+        assert abs(alone[0] - alone[1]) < 1e-5
+        for degree in (2, 4):
+            for how in ("sharded", "whole", "gathered"):
+                for result in run_ranks(loss_of_whole_logits, degree, how):
+                    testing.assert_bitwise_equal(result, alone)
+            texts = run_ranks(loss_of_whole_logits, degree, "changed")
+            assert len(set(texts)) == 1 and "logits of vocab_parallel_cross_entropy is the same on" in texts[0]
+
+
+def right_programs(tp_group, what):
+    """Calls in which parts are equal on all ranks, and right. Each of them would be refused with one thing changed."""
+    torch.manual_seed(0)
+    size, rank = tp_group.size(), tp_group.rank()
+    sp = dict(tp_group=tp_group, sequence_parallel=True)
+    column = tpi.Linear(16, 32, parallel_mode="column", **sp)
+    row = tpi.Linear(32, 16, parallel_mode="row", tp_group=tp_group)
+    tokens = torch.randn(8, 2, 16)
+    value = torch.randn(2, 1, 32 // size)
+    if what == "one token":  # of each rank, all with one id; and heads that share a key and see one token
+        column(tokens[:1].expand(1, 2, 16))
+        row(value)
+    elif what == "one id":
+        column(tokens[:1].expand(2, 2, 16))
+        row(value[:1].expand(2, 5, 32 // size))
+    elif what == "padding":  # of sequences of one token
+        row(torch.cat([value, torch.zeros(2, 4, 32 // size)], 1))
+        x = torch.zeros(8, 2, 16)
+        x[1 :: 8 // size] = tokens[0]
+        column(x.chunk(size, 0)[rank])
+    elif what == "constants":
+        for number in (0.0, 1.0, float("nan")):
+            row(torch.full((5, 32 // size), number))
+            column(torch.full((2, 2, 16), number))
+        row(torch.randn(5, 1).expand(5, 32 // size))  # behind a column-parallel layer of ones
+        head = tpi.Linear(16, 32, parallel_mode="column", bias=False, tp_group=tp_group)
+        nn.init.constant_(head.weight, 0.5)
+        tpi.vocab_parallel_cross_entropy(head(tokens), torch.zeros(8, 2, dtype=torch.long), tp_group=tp_group)
+    elif what == "some ranks":  # say the same: two halves of a text that are one
+        column(torch.cat([tokens[:2], tokens[:2], tokens[2:6]]).chunk(size, 0)[rank])
+    elif what == "a later call":  # of shapes that were compared
+        row(tokens.view(8, 32).chunk(size, 1)[rank])
+        row(tokens.view(8, 32)[:, : 32 // size])
+    else:
+        x = tokens[..., : 32 // size] if size > 2 else tokens
+        row.shards_may_be_equal = what == "layer"
+        x.shards_may_be_equal = what == "tensor"
+        row(x)
+
+
+@pytest.mark.parametrize(
+    "what", ["one token", "one id", "padding", "constants", "some ranks", "a later call", "layer", "tensor"]
+)
+def test_equal_inputs_of_right_programs(what):
+    run_ranks(right_programs, 4, what)

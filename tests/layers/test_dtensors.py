@@ -207,7 +207,7 @@ def written_to(tp_group):
     tp = on_mesh(tp_group)
     torch.manual_seed(0)
     layer = tpi.Linear(32, 32, parallel_mode="row", tp_group=tp, owner_map="rows")
-    x = torch.randn(8, 32 // tp_group.size(), requires_grad=True)
+    x = torch.randn(8, 32).chunk(tp_group.size(), 1)[tp_group.rank()].clone().requires_grad_()
     y = layer(x)
     with torch.no_grad():
         layer.weight.mul_(2)

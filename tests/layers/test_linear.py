@@ -264,7 +264,7 @@ def test_outputs_can_be_changed_in_place(mode, sp, sequence_dim, batch):
             else:
                 layer = tpi.Linear(8, 16, parallel_mode=mode, **options)
             tokens = (batch, 4) if sequence_dim else (4, batch)
-            x = torch.randn(*tokens, layer.weight.shape[1], requires_grad=True)
+            x = (torch.randn(*tokens, layer.weight.shape[1]) + tp_group.rank()).requires_grad_()
             y = layer(x)
             y += 1
             torch.relu_(y).sum().backward()
@@ -362,7 +362,7 @@ def test_prefetched_weight_is_used_until_it_changes():
         with tpi.set_tp_invariant_mode(True):
             torch.manual_seed(0)
             layer = tpi.Linear(64, 16, parallel_mode="row", tp_group=tp_group, owner_map="rows")
-            x = torch.randn(5, 64 // layer.group.size)
+            x = torch.randn(5, 64).chunk(layer.group.size, 1)[layer.group.rank]
             plain = layer(x)
             layer.prefetch_weight()
             ahead = layer(x)
@@ -571,7 +571,7 @@ def test_the_stock_path_says_so_once(caplog):
         with tpi.set_tp_invariant_mode(False):
             layer = tpi.Linear(8, 12, parallel_mode="row", tp_group=tp_group)
             for _ in range(2):
-                layer(torch.randn(3, 8 // layer.group.size))
+                layer(torch.randn(3, 8 // layer.group.size) + tp_group.rank())
         logger.removeHandler(handler)
         return records
 

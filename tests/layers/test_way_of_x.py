@@ -15,10 +15,12 @@ PACKAGE = {Path(module.__path__[0]).resolve() for module in (tpi, kernels)}
 
 def files_of_a_second_call(tp_group, parallel_mode, sequence_parallel):
     """The files that it enters, and the files of each stack, one after another."""
+    torch.manual_seed(tp_group.rank())
     x = torch.randn(
         4 if sequence_parallel and parallel_mode == "column" else 8, 2, 16 if parallel_mode == "column" else 8
     )
     with tpi.set_tp_invariant_mode(True):
+        torch.manual_seed(0)
         layer = tpi.Linear(
             16, 16, parallel_mode=parallel_mode, tp_group=tp_group, sequence_parallel=sequence_parallel
         )  # fmt: skip

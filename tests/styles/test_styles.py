@@ -332,7 +332,8 @@ def called_wrongly(tp_group):
     apply(rowwise, mesh, tpi.RowwiseParallel(use_local_output=False))
     apply(norm, mesh, tpi.SequenceParallel())
     x = torch.randn(2, 4, 16)
-    whole, part = (DTensor.from_local(x, mesh, [p], run_check=False) for p in (Replicate(), Shard(1)))
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    part = DTensor.from_local(x + tp_group.rank(), mesh, [Shard(1)], run_check=False)
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     for layer, wrong in ((colwise, part), (colwise, partial), (norm, whole), (norm, partial), (rowwise, whole)):
         assert f"is a DTensor placed as {wrong.placements}" in said(lambda layer=layer, wrong=wrong: layer(wrong))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
+from ..comm.meeting import on_all_ranks
 from ..comm.wire import gather_objects
 from ..consistency.agreement import check_agreement
 from ..consistency.differences import NOTHING, format_unnamed, format_values, ranks_by_value
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WHOLE = ShardSpec(Group(None, 0, 1), None, 1)
 _SHOWN = 5
+_EVERY_RANK = "Do not call it under `if rank == 0`: each rank has its own part to give"
 _ERRORS = {error.__name__: error for error in (ValueError, TypeError)}  # error_of_ranks keeps these types
 
 
@@ -261,9 +263,12 @@ def _says_the_same(tensor: DTensor, spec: ShardSpec) -> bool:
 def run_on_all_ranks(group: Group, what: str, step: Callable[[], T]) -> T:
     """step() on every rank; if it fails on one rank, every rank raises an error, so that none waits for another.
 
+    what: names the call, for errors.
+
     Raises:
-        RuntimeError: names the ranks and their errors; a ValueError or TypeError if all errors are of that type. If all
-            ranks have the same error, that error; KeyboardInterrupt and SystemExit on the ranks that got them.
+        RuntimeError: names the ranks and their errors, or those that have not come to the call; a ValueError or
+            TypeError if all errors are of that type. If all ranks have the same error, that error; KeyboardInterrupt
+            and SystemExit on the ranks that got them.
     """
     failure: BaseException | None = None
     result: Any = None
@@ -272,7 +277,8 @@ def run_on_all_ranks(group: Group, what: str, step: Callable[[], T]) -> T:
     except BaseException as error:
         failure = error
     own = None if failure is None else (type(failure).__name__, str(failure))
-    failures = gather_objects(own, group)
+    with on_all_ranks(group, what, advice=_EVERY_RANK):
+        failures = gather_objects(own, group)
     if failure is not None and (not isinstance(failure, Exception) or len(set(failures)) == 1):
         raise failure
     if any(failures):

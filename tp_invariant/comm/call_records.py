@@ -50,10 +50,12 @@ class CallContext(threading.local):
 
     layer       has `number` and `name`: the layer whose forward is running; None outside of a forward
     comparing   returns a description of the call that ranks are comparing; None if they compare none
+    call        the function that a user has called on every rank, for messages (meeting.py)
     """
 
     layer: Any = None
     comparing: Callable[[], str] | None = None
+    call: str | None = None
 
 
 call_context = CallContext()
@@ -81,7 +83,8 @@ class CallRecords:
         """
         number = self._next()
         layer, comparing = call_context.layer, call_context.comparing
-        self._calls[number % _RECORDED] = kind, tuple(operand.shape), operand.dtype, layer, comparing
+        call = kind, tuple(operand.shape), operand.dtype, layer, comparing, call_context.call
+        self._calls[number % _RECORDED] = call
         if comparing is None:
             dtype = zlib.crc32(str(operand.dtype).encode())
             self._write(number, hash((number, kind, *sizes, dtype, 0 if layer is None else layer.number)))
@@ -160,11 +163,11 @@ class CallRecords:
         return bytes(self._memory[start : start + length]).decode(errors="replace")
 
     def _described(self, number: int) -> str:
-        kind, shape, dtype, layer, comparing = self._calls[number % _RECORDED]
+        kind, shape, dtype, layer, comparing, by = self._calls[number % _RECORDED]
         if comparing is not None:
             return f"asks whether all ranks make this call, which is new to it: {comparing()}"
         where = "" if layer is None else f" in the forward of layer {layer.number} of the group, {layer.name}"
-        return f"starts {_NAMES[kind]} of {shape} {dtype}{where}"
+        return f"starts {_NAMES[kind]} of {shape} {dtype}{where}" + (f" for {by}" if by else "")
 
 
 # --- the records of each group --------------------------------------------------------------------------------------

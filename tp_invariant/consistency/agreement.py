@@ -1,8 +1,9 @@
 """Ranks compare a call when it is new to them; if they differed, collectives would hang or mix up data.
 
 Once for each group its ranks compare their software, devices and settings (environment.py). At the first call of each
-kind they compare the call, the ids (of an embedding), target (of a loss) and whole parameters; with
-TP_INVARIANT_CHECK=1 at every call. A difference raises an error on every rank, and the group remains usable.
+kind they compare the call, the ids (of an embedding), target (of a loss), whole parameters, and what must be another
+part on each (shards.py); with TP_INVARIANT_CHECK=1 at every call. A difference raises an error on every rank, and the
+group remains usable.
 
 Layers of the same shape are distinguished by a number: each layer gets the next number of its tp_group when it is built
 or copied. So ranks that call such layers in different orders get an error in the first call. A difference in a later
@@ -17,7 +18,6 @@ import ast
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..comm import call_records, liveness
 from ..comm.collectives import Group, gather_major
+from ..comm.meeting import on_all_ranks
 from ..core.bits import tensor_hash
 from ..core.compiled import as_runtime_op, group_by_name, group_name, specialize
 from ..core.dtensors import local_of
@@ -34,11 +35,10 @@ from ..core.mode import is_call_check_enabled
 from ..core.torch_private import without_dispatch_modes
 from .compare import CALL_NAMES, HASH_OF, HASH_OF_PARAMETER, LAYER_NUMBER, LOCAL_ERROR, compare, group_device
 from .environment import environment_facts
-from .shards import check_parts, part_numbers
+from .shards import Part, check_parts, part_numbers
 
 _MAX_AGREED = 4096  # how many different calls are remembered as agreed on
 _MAX_RESOLVED = 512
-_LATE = timedelta(seconds=5)  # how much later than another rank's failure a rank may reach the group's first call
 
 # The kinds of device on which a group's ranks have compared their environments.
 _compared_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -129,6 +129,7 @@ def check_agreement(
     sharded_weight: Tensor | None = None,
     shards_may_be_equal: bool = False,
     weight: Tensor | None = None,
+    part: Part | None = None,
     same: Mapping[str, Tensor] | None = None,
     whole: Mapping[str, Tensor] | None = None,
     name: str = "tp_group",
@@ -142,8 +143,10 @@ def check_agreement(
         device: the device of this call's tensors; its kind is one of the facts.
         sharded_weight: a parameter of which each rank holds another part. At a layer's first call it is checked that
             these differ and are parts of one full weight (shards.py); not in compiled code.
-        shards_may_be_equal: what the layer says; the parameter may say it, too.
+        shards_may_be_equal: what the layer says; the parameter and the input may say it, too.
         weight: the layer's, by which compiled code knows the layer's number; `sharded_weight` if not given.
+        part: the input, if each rank must pass another part of it; whether it does is checked whenever facts are
+            compared, not in compiled code.
         same: tensors (name -> tensor) whose values must be the same on every rank. A hash of each is compared whenever
             facts are, not in compiled code. A call is not new because of other values.
         whole: parameters that every rank holds whole. Their hashes are compared at a layer's first call, and with
@@ -174,14 +177,12 @@ def check_agreement(
         hashed |= {f"{HASH_OF_PARAMETER} {key}": local_of(tensor) for key, tensor in (whole or {}).items()}
     # selective checkpointing would give what these operators return to the same operators of the recomputed layer
     with without_dispatch_modes():
-        numbers = (0, 0)
-        if sharded_weight is not None and not agreed:
-            numbers = part_numbers(sharded_weight, shards_may_be_equal)
+        numbers = part_numbers(None if agreed else sharded_weight, part, shards_may_be_equal)
         for key, tensor in hashed.items():
             if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
                 facts[key] = int(tensor_hash(tensor))
         rows = compare(facts, group, device, numbers, name=name, describe=partial(_describe, facts))
-        check_parts(rows, facts.get("the layer", ""))
+        check_parts(rows, facts.get("the layer", ""), part)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
     agreed.add(known)
@@ -254,27 +255,9 @@ def compare_environments(group: Group, device: torch.device, name: str = "tp_gro
 
 
 def _first_comparison(facts: Mapping[str, Any], group: Group, device: torch.device, name: str) -> None:
-    """A rank that ends breaks the others' connections at once, while a third one may still be on its way."""
     assert group.process_group is not None
-    store = group.process_group.get_group_store()
-    arrivals = [f"tp_invariant: came to the first call/{rank}" for rank in range(group.size)]
-    store.set(arrivals[group.rank], "")
-    try:
+    with on_all_ranks(group, "the group's first call", name=name, warns=False):
         compare(facts, group, device, name=name)
-    except RuntimeError as error:
-        missing = []
-        with suppress(RuntimeError):  # the store may have ended, too
-            with suppress(RuntimeError):  # the time has passed
-                store.wait(arrivals, _LATE)
-            missing = [rank for rank, key in enumerate(arrivals) if not store.check([key])]
-        if not missing:
-            raise
-        ranks = dist.get_process_group_ranks(group.process_group)
-        named = ", ".join(f"{rank} (global rank {ranks[rank]})" for rank in missing)
-        raise RuntimeError(
-            f"rank {group.rank} of {name} has waited for rank {named}, which has not come to the group's first call: "
-            f"it has ended before, or makes no such call. See its log; every rank of {name} must ({error})"
-        ) from error
 
     def gather(own: bytes) -> list[bytes]:
         data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(group_device(group, device))

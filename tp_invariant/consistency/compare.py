@@ -1,6 +1,6 @@
 """What ranks ask each other: are these facts the same on all of you?
 
-Each rank sends a hash of its facts, which takes a gather of 24 bytes and a wait for it. Only if the hashes differ do
+Each rank sends a hash of its facts, which takes a gather of 32 bytes and a wait for it. Only if the hashes differ do
 the ranks exchange the facts, and every rank raises the same error, which says which rank has which value. Other numbers
 that a caller needs of every rank travel with the hash.
 """
@@ -33,7 +33,7 @@ _ADVICE = {  # by how the name of a fact that differs begins
     "alone",
     HASH_OF_PARAMETER: "Seed all ranks alike before the layers are made, or load one checkpoint on every rank",
 }
-_LEAST_NUMBERS = 2  # so that a rank that makes another call meets the others in a gather of the same size
+_LEAST_NUMBERS = 3  # so that a rank that makes another call meets the others in a gather of the same size
 _SHOWN = 8  # differences in one error
 
 

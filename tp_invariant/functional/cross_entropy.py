@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import NOT_LENT, Group, gather_major, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, share_error
+from ..consistency.shards import Part
 from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import refuse_dtensor
@@ -38,11 +39,15 @@ from ..kernels.select import select
 from ..kernels.vocabulary.loss_spec import LossSpec
 from . import stock
 from .linear import flatten_tokens
+from .regions import is_gathered
 from .vocab import VocabShard, check_id_dtype, check_ids
 
 REDUCTIONS = get_args(Reduction)
 MAX_VOCABULARY = 1 << 21  # terms then keep 40 bits, and the error of V terms is below 2^-19; for V = 2^18, below 2^-25
-
+_WHOLE_LOGITS = (
+    "Pass tp_group=None for whole logits, as those of a model on its own plan are, or leave the head sharded: "
+    "parallel_mode='column' without gather_output, 'colwise' in a plan"
+)
 
 op_config(LossSpec)
 
@@ -72,7 +77,8 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: [.., n], this rank's columns of the vocabulary in rank order, all tokens, as a column-parallel Linear
-            returns them. bfloat16, float16 or float32; computed in fp32.
+            returns them; or [.., V], just as a Linear with gather_output returns them, which are taken for whole.
+            bfloat16, float16 or float32; computed in fp32.
         target: [..], int64 or int32, ids of the whole vocabulary, the same on every rank.
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1.
         vocab_size: V, if n * P is larger: the columns from V on are padding, which has no effect and gets no gradient.
@@ -90,11 +96,12 @@ def vocab_parallel_cross_entropy(
         TypeError: logits or target of another dtype.
         IndexError: an id out of range, on a CPU; on CUDA a device-side assertion fails instead, and a later call raises
             (see vocab.check_ids).
-        RuntimeError: ranks that disagree.
+        RuntimeError: ranks that disagree, or whose logits are all the same (see consistency/shards.py).
     """
     with inside_a_layer():
         _check_options(label_smoothing, reduction, z_loss)
         group = resolve_group(tp_group)
+        group = Group(None, 0, 1) if is_gathered(logits, group) else group
         agreed = agreed_in(group)
         try:
             refuse_dtensor(logits, "logits")
@@ -117,7 +124,11 @@ def vocab_parallel_cross_entropy(
                 "the dtype of logits": str(logits.dtype),
                 "whether logits need a gradient": torch.is_grad_enabled() and logits.requires_grad,
             }
-            check_agreement(facts, group, logits.device, agreed, same={"target": target})
+            rows, allowed = logits.reshape(-1, logits.shape[-1]), getattr(logits, "shards_may_be_equal", False)
+            part = Part("logits of vocab_parallel_cross_entropy", rows, (0, 1), _WHOLE_LOGITS)
+            check_agreement(
+                facts, group, logits.device, agreed, shards_may_be_equal=allowed, part=part, same={"target": target}
+            )
         if not invariant:
             stock.log_once(group)
         return (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import NOT_LENT, Group, gather_dim, resolve_group
 from ..consistency.agreement import agreed_in, check_agreement, share_error
-from ..core.compiled import as_custom_op, stored_copy
+from ..consistency.shards import Part
+from ..core.compiled import as_custom_op, group_name, stored_copy
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local
 from ..core.layout import Stride, check_divides, deinterleave, shard
@@ -113,7 +114,8 @@ def _along_sequence(fn: Callable[..., Tensor], name: str, x: Tensor, dim: int, g
         return stored_copy(as_local(x))
     facts = {"the call": name, "sequence_dim": dim, "the shape of x": tuple(x.shape), "the dtype of x": str(x.dtype)}
     if group.size > 1:
-        check_agreement(facts, group, x.device, agreed)
+        part = Part(f"x of {name}", x, (dim,), "It gathers parts: leave it out") if fn is _gather_sequence else None
+        check_agreement(facts, group, x.device, agreed, part=part)
     return fn(x, dim, *options, group)
 
 
@@ -179,7 +181,16 @@ _scatter_features = region_op(_ScatterFeatures, "scatter_features", lambda x, st
 
 def gather_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:
     """[.., N/P] -> [.., N] in TP=1's order, the same on every rank. Its adjoint takes this rank's part."""
-    return x if group.size == 1 else _gather_features(x, stride, group)
+    if group.size == 1:
+        return x
+    whole = _gather_features(x, stride, group)
+    whole.whole_over = group_name(group)
+    return whole
+
+
+def is_gathered(x: Tensor, group: Group) -> bool:
+    """Whether x is what `gather_features` over this group has returned. Nothing that is computed from it says so."""
+    return group.size > 1 and getattr(x, "whole_over", None) == group_name(group)
 
 
 def scatter_features(x: Tensor, group: Group, stride: Stride = 1) -> Tensor:

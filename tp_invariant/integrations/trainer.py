@@ -86,7 +86,9 @@ _ADVICE = {
     "parallelism_config": "parallelize says over which ranks the model is sharded, dp_group the data parallel ranks",
     "torch_compile": "compile the model's layers yourself, before the Trainer gets it",
     "fp16": "use bf16=True, which needs no loss scaling, or write the loop with tp_invariant.optim.GradScaler",
-    "label_smoothing_factor": "give compute_loss_func, with tp_invariant.vocab_parallel_cross_entropy",
+    "label_smoothing_factor": "give compute_loss_func, with tp_invariant.vocab_parallel_cross_entropy(.., "
+    "label_smoothing=..): with tp_group=None for whole logits, as those of a model on its own plan are; with the "
+    "model's tp_group if your plan has 'colwise' for the output layer, which leaves them sharded",
     "push_to_hub": "upload what save_model has written",
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..consistency.agreement import check_agreement, share_error
+from ..consistency.shards import Part
 
 
 class CallSignature(NamedTuple):
@@ -55,6 +56,7 @@ def check_first_use(
     options: tuple[str, ...],
     sharded_weight: Tensor | None = None,
     weight: Tensor | None = None,
+    part: Part | None = None,
 ) -> bool:
     """Checks a layer's call on this rank, then over its ranks if they move bytes. Later calls do not come here.
 
@@ -62,7 +64,7 @@ def check_first_use(
         check: the checks of this rank; says whether the mode is on. All ranks get to know of an error.
         signature: that of the call, given whether the mode is on.
         options: the names of its options, for error messages.
-        sharded_weight, weight: as for check_agreement.
+        sharded_weight, weight, part: as for check_agreement.
 
     Returns:
         Whether the mode is on.
@@ -76,7 +78,7 @@ def check_first_use(
     if layer._moves_bytes:
         facts = facts_to_compare(signature(invariant), layer._name, options)
         check_agreement(
-            facts, layer.group, x.device, layer._agreed, sharded_weight, layer.shards_may_be_equal, weight,
+            facts, layer.group, x.device, layer._agreed, sharded_weight, layer.shards_may_be_equal, weight, part,
             whole=layer._whole_parameters(),
         )  # fmt: skip
     return invariant

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import AgreedCalls, check_agreement, compare_call, share_error
+from ..consistency.shards import part_of_tokens
 from ..core.autocast import autocast_dtype
 from ..core.dtensors import as_local, local_of, refuse_dtensor
 from ..core.elementwise import inside_a_layer
@@ -437,9 +438,11 @@ class Experts(ShardedModule):
         """Compares the call over the ranks that hold the same tokens: all ranks, but for experts over data."""
         same = {} if self.sequence_parallel else {"top_k_index": index, "top_k_weights": weights}
         weight = None if self.over_data else self._parameters.get(self.up_name)
+        name = f"hidden_states of {self._name}"
+        part = part_of_tokens(name, x, self.sequence_dim) if self.sequence_parallel else None
         check_agreement(
             self._facts(x, index, weights, invariant), self.holders, x.device, self._agreed_by_holders, weight,
-            self.shards_may_be_equal, same=same, whole={} if self.over_data else self._whole_parameters(),
+            self.shards_may_be_equal, part=part, same=same, whole={} if self.over_data else self._whole_parameters(),
         )  # fmt: skip
 
     # --- over data-parallel ranks -----------------------------------------------------------------------------------

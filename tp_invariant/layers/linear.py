@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls
+from ..consistency.shards import Part, part_of_tokens
 from ..core.autocast import autocast_dtype
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
@@ -412,7 +413,7 @@ class Linear(ShardedModule, nn.Linear):
         invariant = check_first_use(
             self, x, lambda: self._check_call(x, weight.dtype),
             lambda invariant: self._signature(invariant, x, weight, bias, stride), self._OPTIONS,
-            sharded_weight=None if self.parallel_mode is None else own, weight=own,
+            sharded_weight=None if self.parallel_mode is None else own, weight=own, part=self._part(x),
         )  # fmt: skip
         if invariant:
             check_dtype(self.gemm_fn, x, f"x on rank {self.group.rank}")
@@ -429,6 +430,19 @@ class Linear(ShardedModule, nn.Linear):
             main_grad=self._main_grad() if self.fuse_wgrad_accumulation else None,
         )
         return call, invariant, self._norm_call()
+
+    def _part(self, x: Tensor) -> Part | None:
+        """x, if each rank must pass another part of it."""
+        name = f"x of {self._name}"
+        if self.parallel_mode == "row" and self.input_is_parallel:
+            tokens = self.sequence_dim if self.sequence_parallel else -2
+            return Part(
+                name, x, (tokens, -1), "Pass this rank's features, as a column-parallel layer without gather_output "
+                f"returns them, or all {self.in_features} of them and input_is_parallel=False",
+            )  # fmt: skip
+        if self.parallel_mode != "row" and self.sequence_parallel:
+            return part_of_tokens(name, x, self.sequence_dim)
+        return None
 
     def _signature(
         self, invariant: bool, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Stride

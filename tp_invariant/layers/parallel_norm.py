@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.call_records import call_context
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import AgreedCalls
+from ..consistency.shards import Part, part_of_tokens
 from ..core.compiled import specialize
 from ..core.dtensors import as_local, refuse_dtensor
 from ..core.elementwise import inside_a_layer
@@ -206,7 +207,7 @@ class ParallelNorm(ShardedModule):
             return known
         invariant = check_first_use(
             self, x, lambda: self._check_call(x), lambda invariant: self._signature(invariant, x, weight, bias),
-            ("whether the bias needs a gradient",), weight=self._parameters.get("weight"),
+            ("whether the bias needs a gradient",), weight=self._parameters.get("weight"), part=self._part(x),
         )  # fmt: skip
         call = NormCall(
             self.group,
@@ -217,6 +218,14 @@ class ParallelNorm(ShardedModule):
             self.heads_dim,
         )
         return self._agreed.store(signature, (call, invariant))
+
+    def _part(self, x: Tensor) -> Part | None:
+        """x, if each rank must pass another part of it."""
+        name = f"x of {self._name}"
+        if self.heads_dim is None:
+            return part_of_tokens(name, x, self.sequence_dim) if self.sequence_parallel else None
+        advice = "Pass this rank's heads, as a column-parallel layer returns them, or leave out heads"
+        return Part(name, x, (self.heads_dim,), advice)
 
     def _check_call(self, x: Tensor) -> bool:
         """Whether the mode is on, after the checks of this rank."""
