@@ -291,6 +291,34 @@ def test_a_padded_sequence_has_the_bits_that_it_has_alone(family, side):
         assert_bitwise_equal(padded[:1], model(input_ids=IDS[:1], use_cache=False).logits)
 
 
+def at_padding(tp_group):
+    """By side: logits, and the loss with labels at tokens alone."""
+    results = {}
+    for side in ("left", "right"):
+        model = parallelize(hf_models.build("llama").eval(), tp_group)
+        labels = IDS.masked_fill(padding(side) == 0, -100)
+        with tpi.set_tp_invariant_mode(True), torch.no_grad():
+            output = model(**padded_batch(side), labels=labels, use_cache=False)
+        results[side] = output.logits, output.loss
+    return results
+
+
+def test_what_is_read_at_tokens_has_transformers_values_and_padding_has_others():
+    one, two = (run_ranks(at_padding, degree)[0] for degree in (1, 2))
+    assert_bitwise_equal(one, two)
+    for side, (logits, loss) in one.items():
+        tokens, labels = padding(side).bool(), IDS.masked_fill(padding(side) == 0, -100)
+        assert logits.isfinite().all()
+        for implementation in ("sdpa", "eager"):
+            model = hf_models.build("llama", attn_implementation=implementation).eval()
+            with torch.no_grad():
+                stock = model(**padded_batch(side), labels=labels, use_cache=False)
+            torch.testing.assert_close(logits[tokens], stock.logits[tokens], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(loss, stock.loss, rtol=1e-5, atol=1e-5)
+            alike = torch.allclose(logits[~tokens], stock.logits[~tokens], rtol=1e-4, atol=1e-4)
+            assert alike == (side == "left" and implementation == "sdpa")
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_packed_sequences_have_the_bits_that_they_have_alone(family, seen):
     model = parallelize(hf_models.build(family), None).eval()

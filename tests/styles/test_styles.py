@@ -337,8 +337,8 @@ def called_wrongly(tp_group):
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     for layer, wrong in ((colwise, part), (colwise, partial), (norm, whole), (norm, partial), (rowwise, whole)):
         assert f"is a DTensor placed as {wrong.placements}" in said(lambda layer=layer, wrong=wrong: layer(wrong))
-    assert "was given nothing as its first argument" in said(lambda: colwise(x=x))
-    y = colwise(whole)
+    assert "was given NoneType as its first argument" in said(lambda: colwise())
+    y = colwise(input=whole)
     assert y.placements == (Shard(2),) and rowwise(y).placements == (Replicate(),)
     assert norm(part).placements == (Shard(1),)
     with torch.no_grad():

@@ -206,7 +206,7 @@ def _convert(model: nn.Module, survey: Survey) -> None:
             owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
             with_key(owner.register_forward_pre_hook(hooks.start, with_kwargs=True), "sequence")
             with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
-            with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers), "sequence")
+            with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers, with_kwargs=True), "sequence")
         with_key(norm.register_forward_hook(hooks.gather), "sequence")
 
 
@@ -247,7 +247,7 @@ class _SequenceHooks:
     def scatter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         args, kwargs = _with_first(scatter_sequence, self.group, args, kwargs)
         if self.group.size > 1:
-            self.inside, self.tokens = True, (args[0] if args else kwargs["hidden_states"]).shape[SEQUENCE_DIM]
+            self.inside, self.tokens = True, _first(args, kwargs).shape[SEQUENCE_DIM]
         return args, kwargs
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -299,8 +299,11 @@ class _SequenceHooks:
         part = scatter_sequence(whole, self.group, SEQUENCE_DIM)
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
-    def scatter_before_layers(self, norm: nn.Module, args: tuple) -> tuple:
-        return args if self.inside else (scatter_sequence(args[0], self.group, SEQUENCE_DIM), *args[1:])
+    def scatter_before_layers(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.inside:
+            return args, kwargs
+        parts = [scatter_sequence(x, self.group, SEQUENCE_DIM) for x in (*args, *kwargs.values())]  # x alone
+        return tuple(parts[: len(args)]), dict(zip(kwargs, parts[len(args) :], strict=True))
 
     def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self.group.size > 1:
@@ -334,8 +337,12 @@ def _gather_into_block(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The hidden states among the arguments of a layer or block: the first one, or `hidden_states`."""
-    return args[0] if args else kwargs.get("hidden_states")
+    """The hidden states among the arguments of a layer or block: the first one, `hidden_states`, or the only one."""
+    return args[0] if args else kwargs.get(_name_of_first(kwargs))
+
+
+def _name_of_first(kwargs: dict[str, Any]) -> str:
+    return next(iter(kwargs)) if len(kwargs) == 1 else "hidden_states"
 
 
 def _with_first(
@@ -345,7 +352,8 @@ def _with_first(
 
     everywhere: they are replaced wherever the same tensor is given, as in attention(x, x, x).
     """
-    if not args and "hidden_states" not in kwargs:
+    name = _name_of_first(kwargs)
+    if not args and name not in kwargs:
         raise TypeError(f"hidden states must come first or as hidden_states=..; got {', '.join(kwargs) or 'nothing'}")
     first = _first(args, kwargs)
     moved = move(first, group, SEQUENCE_DIM)
@@ -353,4 +361,4 @@ def _with_first(
         return tuple(moved if x is first else x for x in args), {
             k: moved if x is first else x for k, x in kwargs.items()
         }
-    return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": moved})
+    return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, name: moved})

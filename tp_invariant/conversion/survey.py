@@ -46,8 +46,8 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
 
     scale_by = 1.0
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * local_of(self.weight).new_tensor(self.scale_by)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * local_of(self.weight).new_tensor(self.scale_by)
 
 
 @dataclass(frozen=True)
@@ -300,8 +300,6 @@ class Survey:
 
     def _survey_module(self, name: str, module: nn.Module) -> None:
         part = self.parts.get(name)
-        if _is_activation(module):
-            self.activations.append(name)
         if part is not None and part.style not in STYLES:
             self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
         elif name.startswith(tuple(f"{experts}." for experts in self.experts)):
@@ -327,6 +325,8 @@ class Survey:
             and self._sees_local_tokens(name)
         ):
             self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
+        if _is_activation(module):
+            self.activations.append(name)
         if name in self.swaps and has_own_forward(module):
             self._problem(
                 name,
@@ -541,10 +541,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Whether it is an elementwise function with exp or tanh: torch's, or one of transformers/activations.py."""
-    if any(True for _ in module.parameters()):
-        return False
-    return isinstance(module, _ACTIVATIONS) or type(module).__module__ == "transformers.activations"
+    """Whether it is, or derives from, torch's function with exp or tanh, or one of transformers/activations.py."""
+    theirs = any(kind.__module__ == "transformers.activations" for kind in type(module).__mro__)
+    return isinstance(module, _ACTIVATIONS) or theirs
 
 
 def _scale_of(embedding: nn.Embedding) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -52,11 +53,19 @@ def _derived(base: Any, added: Any, *options: Hashable) -> Any:
 
 
 def _with_signature_of(former: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, whose arguments are also taken by the names that `former` has for them."""
+    names = dict(zip(_names_of(former), _names_of(forward), strict=False))
+
     @functools.wraps(former)
     def with_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
+        return forward(self, *args, **{names.get(name, name): value for name, value in kwargs.items()})
 
     return with_signature
+
+
+def _names_of(forward: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(forward).parameters.values()
+    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:

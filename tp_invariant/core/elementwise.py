@@ -1,6 +1,6 @@
 """Elementwise functions whose bits do not depend on where an element lies; why, and how: kernels/elementwise.py.
 
-On a CPU alone: there a model's own functions of sharded features (`AroundLayers`), activations of modules, those of
+On a CPU alone: there functions that a model's own code and its activations call (`AroundLayers`), the activations of
 experts, and what runs inside `batch_invariant()` are computed in whole vectors.
 """
 
@@ -16,22 +16,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.elementwise import in_whole_vectors
-from .mode import is_tp_invariant_mode_enabled
+from .module_hooks import has_own_forward
 from .torch_private import DisableTorchFunction, function_modes, schema_of
 
 
-class PositionInvariantActivation(nn.Module):
-    """An activation module without parameters; while the mode is on it is called by `in_whole_vectors`."""
+def has_known_forward(activation: Any) -> bool:
+    """Whether an activation has a forward of torch or transformers, and no tensors.
 
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return in_whole_vectors(self.activation, x) if is_tp_invariant_mode_enabled() else self.activation(x)
-
-
-# --- functions that a model's own code calls ------------------------------------------------------------------------
+    A class that derives from one of theirs may have another forward.
+    """
+    if not isinstance(activation, nn.Module) or has_own_forward(activation):
+        return False
+    known = type(activation).forward.__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    return known and not any(True for _ in (*activation.parameters(), *activation.buffers()))
 
 
 class AroundLayers(TorchFunctionMode):
@@ -51,7 +48,7 @@ def inside_a_layer() -> AbstractContextManager[Any]:
 
 
 _OF_ONE_TENSOR = (
-    "sigmoid expit silu gelu tanh tanhshrink softplus elu celu selu mish glu softshrink exp exp2 expm1 log "
+    "sigmoid expit logsigmoid silu gelu tanh tanhshrink softplus elu celu selu mish glu softshrink exp exp2 expm1 log "
     "log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh "
     "arctanh erf erfc erfinv rsqrt lgamma gammaln digamma psi i0 i0e pow __pow__ __rpow__"
 )
@@ -64,6 +61,7 @@ POSITION_DEPENDENT_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     for function in (getattr(place, name), getattr(place, f"{name}_", None))
     if function is not None
 } | {Tensor.__ipow__: Tensor.__pow__}
+_POWERS = (torch.pow, Tensor.pow, Tensor.__pow__)
 
 
 def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -76,6 +74,8 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
     """
     (first, *rest), named = args or (kwargs.get("input"),), {n: v for n, v in kwargs.items() if n != "input"}
     others = [*rest, *(value for name, value in named.items() if name != "out")]
+    if function is torch.pow and isinstance(first, (int, float)) and len(others) == 1:  # its exponent is the tensor
+        return call_in_whole_vectors(Tensor.__rpow__, (others[0], first), {})
     plain = POSITION_DEPENDENT_FUNCTIONS[function]
     dim = (rest[0] if rest else named.get("dim", -1)) if plain is F.glu else None
     if (
@@ -84,7 +84,7 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
         or first.layout != torch.strided
         or not first.numel()
         or any(isinstance(value, Tensor) for value in others)
-        or ("pow" in function.__name__ and others in ([2], [3]))
+        or (plain in _POWERS and others in ([2], [3]))
         or (dim is not None and first.shape[dim] % 2)
     ):
         return function(*args, **kwargs)
@@ -100,11 +100,13 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
         if dim is not None:
             return in_whole_vectors(lambda a, b: F.glu(torch.stack((a, b)), 0)[0], *first.chunk(2, dim))
         x = first.clone() if in_place else first  # which backward may need
-        strides = torch.empty_like(x, device="meta").stride()  # of torch's result
-        order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+        compiling, order = torch.compiler.is_compiling(), list(range(x.dim()))
+        if not compiling:  # a compiler picks strides itself
+            strides = torch.empty_like(x, device="meta").stride()  # of torch's result
+            order.sort(key=lambda d: (-strides[d], d))
         result = in_whole_vectors(lambda block: plain(block, *rest, **named), x.permute(order))
         result = result.permute(sorted(range(x.dim()), key=order.__getitem__))
-        if in_place and not torch.can_cast(result.dtype, first.dtype):
+        if in_place and not compiling and not torch.can_cast(result.dtype, first.dtype):
             return function(*args, **kwargs)  # torch's error
         return first.copy_(result) if in_place else result
 

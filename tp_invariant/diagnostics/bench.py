@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bits import digest
-from ..core.elementwise import PositionInvariantActivation
 from ..core.mode import set_tp_invariant_mode
+from ..functional.attention_choice import SafeSdpa
 from ..graphs.capture import graph_layers
 from ..layers.layernorm_linear import LayerNormLinear
 from ..layers.linear import Linear
@@ -42,7 +42,8 @@ class FeedForward(nn.Module):
         self.fc1 = LayerNormLinear(
             hidden, 2 * ffn, normalization="RMSNorm", parallel_mode="column", partition_stride=2, **options
         )
-        self.activation = PositionInvariantActivation(nn.SiLU())
+        self.activation = nn.SiLU()
+        SafeSdpa(self.activation)
         self.fc2 = Linear(ffn, hidden, parallel_mode="row", **options)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -123,9 +123,11 @@ class _Reroute(AroundLayers):
             if is_tp_invariant_mode_enabled():
                 return _safe_sdpa(*args, check_dropout=self.check_mask, **kwargs)
             return func(*args, **kwargs)
-        if torch.compiler.is_compiling() or not is_tp_invariant_mode_enabled():
+        if not is_tp_invariant_mode_enabled():
             return func(*args, **kwargs)
-        return self._dropout(func, args, kwargs) if func in _DROPOUTS else call_in_whole_vectors(func, args, kwargs)
+        if func not in _DROPOUTS:
+            return call_in_whole_vectors(func, args, kwargs)
+        return func(*args, **kwargs) if torch.compiler.is_compiling() else self._dropout(func, args, kwargs)
 
     def _dropout(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         before = (args[0] if args else kwargs["input"]).grad_fn
@@ -205,7 +207,7 @@ class SafeSdpa:
 
     On a CPU they also have sigmoid, silu, exp and the like, called as functions, compute an element by one formula
     wherever it lies (core/elementwise.py), which torch does not: how many of a head's elements fill full vectors
-    depends on how many heads the rank has. Not in compiled code.
+    depends on how many heads the rank has. Not in loops that inductor makes.
 
     The hooks do not act in a function that torch.utils.checkpoint recomputes in backward, outside any module's forward:
     pass a module to torch.utils.checkpoint, as transformers does with its layers.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..core.autocast import autocast_dtype
-from ..core.elementwise import AroundLayers
+from ..core.elementwise import AroundLayers, has_known_forward
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
 from ..functional import stock
@@ -89,8 +89,8 @@ def experts_of(module: Any, group: Group, gemm_fn: GemmFn | None, stored_over: G
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], Tensor]:
-    """Its name in Experts, if it has one there; then gate and up are one kernel. By values, not by class."""
-    if isinstance(function, nn.Module) and [*function.parameters(), *function.buffers()]:
+    """The name in Experts of one of torch's or transformers', by values; then gate and up are one kernel."""
+    if function is not F.silu and not has_known_forward(function):
         return function
     sample = torch.linspace(-12, 12, 257, dtype=torch.float64)
     for name, known in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):

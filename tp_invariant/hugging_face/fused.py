@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core.bits import raw_bytes
 from ..core.derived_class import derived_class
-from ..core.elementwise import PositionInvariantActivation, inside_a_layer
+from ..core.elementwise import has_known_forward, inside_a_layer
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 from ..functional.gated import ACTIVATIONS, Activation, gated_activation
@@ -47,7 +47,6 @@ def install(model: nn.Module) -> None:
             names[_ROTATION] = _rotating(former, *rotation)
     for module in model.modules():
         if (block := gated_block_of(module)) is not None:
-            setattr(module, block.act, block.activation)
             module.__dict__["_gated_block"] = block
             module.__class__ = derived_class(type(module), _Gated)
 
@@ -166,7 +165,7 @@ class GatedBlock(NamedTuple):
     act: str
     up_first: bool
     computes: Activation
-    activation: PositionInvariantActivation
+    activation: nn.Module
 
     def product(self, block: Any, x: Tensor) -> Tensor:
         """act(gate(x)) * up(x)."""
@@ -185,11 +184,9 @@ class GatedBlock(NamedTuple):
     def calls_as_tried(self, block: nn.Module) -> bool:
         """Whether the activation is the one that was tried, and has no hook that is to see its call."""
         act = self.activation
-        hooks = [
-            key for part in (act, act.activation) for key in (*forward_hooks_of(part), *forward_pre_hooks_of(part))
-        ]
+        hooks = (*forward_hooks_of(act), *forward_pre_hooks_of(act))
         ours = all(isinstance(key, str) for key in hooks)  # torch's own keys are numbers (core/module_hooks.py)
-        return getattr(block, self.act) is act and ours
+        return getattr(block, self.act) is act and ours and "forward" not in act.__dict__
 
 
 class _Gated(nn.Module):
@@ -215,10 +212,8 @@ def gated_block_of(module: nn.Module) -> GatedBlock | None:
     if not fits or isinstance(module, (ShardedModule, _Gated)):
         return None
     activation: Any = getattr(module, act)
-    if any(True for _ in (*activation.parameters(), *activation.buffers())):
+    if not has_known_forward(activation):
         return None
-    if not isinstance(activation, PositionInvariantActivation):  # one that is position-invariant by itself
-        activation = PositionInvariantActivation(activation)
     for computes in ACTIVATIONS:
         if computes == "gelu":  # by erf, which has other last bits on GPUs (kernels/rowwise/torch_gated.py)
             continue

@@ -122,9 +122,9 @@ class LayerNormLinear(Linear):
         returned = self.return_layernorm_output, self.return_layernorm_output_gathered
         return *super()._options(x, bias, stride), norm, trained, returned
 
-    def forward(self, x: Tensor) -> Any:
-        """x [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
-        return super().forward(x)
+    def forward(self, input: Tensor) -> Any:
+        """[.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
+        return super().forward(input)
 
     def _norm_call(self) -> NormCall:
         world = self.group.size if self.sequence_parallel else 1

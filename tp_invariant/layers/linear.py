@@ -306,7 +306,7 @@ class Linear(ShardedModule, nn.Linear):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, input: Tensor) -> Any:
         """x as in the class's table -> y, or (y, bias expanded to y's shape or None) with return_bias.
 
         Raises:
@@ -314,7 +314,7 @@ class Linear(ShardedModule, nn.Linear):
             TypeError: a dtype that is not the weight's, outside autocast.
         """
         with inside_a_layer():
-            return self._forward(x)
+            return self._forward(input)
 
     def _forward(self, x: Tensor) -> Any:
         if is_dtensor(x):

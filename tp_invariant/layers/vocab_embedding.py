@@ -168,7 +168,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             if self.padding_idx is not None:
                 full[self.padding_idx].zero_()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """ids [..] -> [.., D], this rank's tokens under sequence parallelism.
 
         Raises:
@@ -177,7 +177,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             ValueError: a sequence_dim that ids do not have, or whose size the degree does not divide.
         """
         with inside_a_layer():
-            return self._forward(ids)
+            return self._forward(input)
 
     def _forward(self, ids: Tensor) -> Tensor:
         refuse_dtensor(ids, "ids of a VocabParallelEmbedding")

@@ -35,7 +35,7 @@ class ActivationLayouts:
     use_local_output: bool
 
     def install(self, module: nn.Module) -> None:
-        with_key(module.register_forward_pre_hook(self.take), "layout")
+        with_key(module.register_forward_pre_hook(self.take, with_kwargs=True), "layout")
         with_key(module.register_forward_hook(self.give), "layout")
 
     @property
@@ -43,16 +43,16 @@ class ActivationLayouts:
         assert self.group.mesh is not None
         return self.group.mesh
 
-    def take(self, module: nn.Module, args: tuple) -> tuple:
-        if not args or not isinstance(args[0], Tensor):
-            found = type(args[0]).__name__ if args else "nothing"
+    def take(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        name = "" if args else next(iter(kwargs), "")
+        x = args[0] if args else kwargs.get(name)
+        if not isinstance(x, Tensor):
             raise TypeError(
-                f"{type(module).__name__} on rank {self.group.rank} was given {found} as its first argument: it must "
-                "be a tensor, by position"
+                f"{type(module).__name__} on rank {self.group.rank} was given {type(x).__name__} as its first "
+                "argument: it must be a tensor"
             )
-        x, *others = args
         if not is_dtensor(x):
-            return args
+            return args, kwargs
         if x.device_mesh != self.mesh or x.placements != (_of_dims(self.taken, x.dim()),):
             raise ValueError(
                 f"x of {type(module).__name__} on rank {self.group.rank} is a DTensor placed as {x.placements} on "
@@ -61,7 +61,8 @@ class ActivationLayouts:
             )
         local = x.to_local()
         # one that is still on its way (redistribute(.., async_op=True)) has no memory that a kernel could read
-        return local if type(local) is Tensor else local.clone(), *others
+        local = local if type(local) is Tensor else local.clone()
+        return ((local, *args[1:]), kwargs) if args else (args, {**kwargs, name: local})
 
     def give(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
         if self.use_local_output:
