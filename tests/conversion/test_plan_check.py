@@ -370,19 +370,18 @@ def test_verify_names_the_first_module_that_is_off(mode):
     assert [(name, results[0][name]) for name in RIGHT if results[0][name]] == []
 
 
-class Swish(torch.autograd.Function):
+class Cosh(torch.autograd.Function):
     """A user's own: nothing sees what its backward calls."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
+        return torch.cosh(x.clamp(-4, 4))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return grad * s * (1 + x * (1 - s))
+        return grad * torch.sinh(x.clamp(-4, 4)) * (x.abs() < 4)
 
 
 class OverTokens(nn.Module):
@@ -399,9 +398,9 @@ class OverTokens(nn.Module):
         elif self.what == "softmax":
             y = y.softmax(1) * y
         elif self.what == "function":
-            y = Swish.apply(y)
+            y = Cosh.apply(y)
         elif self.what == "operator":
-            y = vars(torch)["ops"].aten.silu(y)  # by this name cloudpickle takes it
+            y = vars(torch)["ops"].aten.cosh(y.clamp(-4, 4))  # by this name cloudpickle takes it
         return self.down(y)
 
 

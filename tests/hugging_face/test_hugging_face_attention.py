@@ -314,9 +314,10 @@ def test_what_is_read_at_tokens_has_transformers_values_and_padding_has_others()
             with torch.no_grad():
                 stock = model(**padded_batch(side), labels=labels, use_cache=False)
             torch.testing.assert_close(logits[tokens], stock.logits[tokens], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(loss, stock.loss, rtol=1e-5, atol=1e-5)
             alike = torch.allclose(logits[~tokens], stock.logits[~tokens], rtol=1e-4, atol=1e-4)
             assert alike == (side == "left" and implementation == "sdpa")
+            if side == "right" or alike:  # else the first token is predicted at padding
+                torch.testing.assert_close(loss, stock.loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
