@@ -340,3 +340,21 @@ def right_programs(tp_group, what):
 )
 def test_equal_inputs_of_right_programs(what):
     run_ranks(right_programs, 4, what)
+
+
+def later_call(tp_group):
+    """The error of a call that repeats an earlier one's shapes, where each call is compared; then parts pass again."""
+    torch.manual_seed(0)
+    row, x = tpi.Linear(16, 8, parallel_mode="row", tp_group=tp_group), torch.randn(3, 16)
+    part = x.chunk(tp_group.size(), 1)[tp_group.rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_INVARIANT_CHECK", "1")
+        y = row(part)
+        text = message(row, x[:, : part.shape[1]])
+        testing.assert_bitwise_equal(row(part), y)
+    return text
+
+
+def test_each_call_is_compared_on_request():
+    for text in run_ranks(later_call, 2):
+        assert text.startswith("x of Linear(16, 8, 'row') is the same on rank 0, 1 of tp_group")

@@ -53,9 +53,8 @@ def part_of_tokens(name: str, x: Tensor, sequence_dim: int) -> Part:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    return (
-        type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() > 0
-    )  # fake tensors have none
+    """Fake tensors have none."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() > 0
 
 
 @torch.no_grad()
