@@ -162,7 +162,7 @@ def count_gathers(tp_group, sp, checkpointed, on):
         block = Block(tp_group, sp)
         for _ in range(4):
             counts["tokens"] = counts["ahead"] = 0
-            x = torch.randn(8 // group.size, 32).requires_grad_()
+            x = (torch.randn(8 // group.size, 32) + group.rank).requires_grad_()
             y = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
             y.sum().backward()
         return counts["tokens"], counts["ahead"]

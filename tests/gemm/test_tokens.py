@@ -157,7 +157,7 @@ def frozen_block_last(tp_group):
         sizes = [(16, 32, "column"), (32, 8, "row"), (8, 32, "column"), (32, 16, "row")]
         layers = [tpi.Linear(k, n, parallel_mode=mode, **options) for k, n, mode in sizes]
         layers[2].requires_grad_(False)
-        y = torch.nn.Sequential(*layers)(torch.randn(2, 16, requires_grad=True))
+        y = torch.nn.Sequential(*layers)((torch.randn(2, 16) + tp_group.rank()).requires_grad_())
         seen.clear()
         y.sum().backward()
     return seen
