@@ -77,7 +77,7 @@ def norm(tp_group: Any, tokens: tuple[int, ...], heads: bool = False, **options:
     group = resolve_group(tp_group)
     if heads:
         layer = tpi.ParallelNorm(8, heads=6, heads_dim=len(tokens), tp_group=tp_group, **options)
-        return layer, [torch.randn(*tokens, 6 // group.size, 8)]
+        return layer, [torch.randn(*tokens, 6 // group.size, 8) + group.rank]
     layer = tpi.ParallelNorm(K, tp_group=tp_group, sequence_parallel=True, **options)
     return layer, [_sequence_shard(torch.randn(*tokens, K), group, options.get("sequence_dim", 0))]
 
@@ -91,7 +91,7 @@ def embedding(tp_group: Any, tokens: tuple[int, ...], **options: Any) -> Call:
 def cross_entropy(tp_group: Any, tokens: tuple[int, ...], **options: Any) -> Call:
     target, group = torch.randint(0, 48, tokens), resolve_group(tp_group)
     loss = functools.partial(tpi.vocab_parallel_cross_entropy, tp_group=tp_group, **options)
-    return lambda logits: loss(logits, target), [torch.randn(*tokens, 48 // group.size)]
+    return lambda logits: loss(logits, target), [torch.randn(*tokens, 48 // group.size) + group.rank]
 
 
 def attention(tp_group: Any, tokens: tuple[int, ...]) -> Call:
