@@ -101,12 +101,12 @@ def parallelize(
     Raises:
         ValueError: before anything is changed, with one line for each thing that cannot be done: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
-            divide, modules of other classes, dropout, an attention implementation that is not invariant; and what
-            would go on with a whole parameter of which ranks get parts: an autograd graph that is alive, the state of
-            an optimizer, a bound method forward. With verify,
-            also the first module whose output or gradient differs from the unsharded model's, and by how much, or has
-            other bytes than on one rank. Without verify, the first forward that needs gradients names each parameter
-            whose gradient would be incomplete (gradient_flow.py).
+            divide, modules of other classes, an attention implementation that is not invariant; and what would go on
+            with a whole parameter of which ranks get parts: an autograd graph that is alive, the state of an optimizer,
+            a bound method forward. With verify, also the first module whose output or gradient differs from the
+            unsharded model's, and by how much, or has other bytes than on one rank. Without verify, the first forward
+            that needs gradients names each parameter whose gradient would be incomplete (gradient_flow.py). A forward
+            in training that draws a dropout mask for this rank's part of the activations.
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
@@ -180,7 +180,7 @@ def _convert(model: nn.Module, survey: Survey) -> None:
     for name in survey.activations:
         SafeSdpa(model.get_submodule(name))
     if survey.is_hugging_face:
-        hugging_face.install(model, survey.group.size)
+        hugging_face.install(model, survey.attention_stays)
         fused.install(model)
         # for attention in a model's own code, which does not use the interface; without the output layer's caller
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]

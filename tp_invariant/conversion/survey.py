@@ -99,6 +99,7 @@ class Survey:
     # norm's name: where its input is sharded, None if it is not; for the norms that a run of a copy has called
     sharded: dict[str, ShardedInput | None] = field(default_factory=dict)
     unseen: str = ""  # why such a run was not possible
+    attention_stays: bool = False  # of a Hugging Face model
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
@@ -509,16 +510,21 @@ class Survey:
     def _check_config(self) -> None:
         if not self.is_hugging_face:
             return
+        columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
+        parents = {
+            name: self.modules[name.rpartition(".")[0]] for name, o in columns.items() if not o.get("gather_output")
+        }
+        of_heads = [name for name, parent in parents.items() if hugging_face.is_attention(parent)]
         if problem := hugging_face.problem_with(self.config, self.model):
-            self.problems.append(problem)
+            self.attention_stays = not of_heads  # every rank computes the same for all heads
+            self.problems += [problem] if of_heads else []
         for name, value in vars(self.config).items():
             if "capacity" in name and isinstance(value, (int, float)) and value > 0:
                 self.problems.append(
                     f"config.{name}={value}: experts that drop the tokens beyond a capacity are not supported, "
                     "only such as take every token that the router sends them"
                 )
-        colwise = [name for name, part in self.parts.items() if part.style == "colwise"]
-        if any("att" in type(self.modules[name.rpartition(".")[0]]).__name__.lower() for name in colwise):
+        if any(self.parts[name].style == "colwise" for name in of_heads):
             for name in ("num_attention_heads", "num_key_value_heads"):
                 for heads in sorted(hugging_face.config_values(self.config, name)):
                     self._divides("config", name, heads, self.group.size)

@@ -33,7 +33,7 @@ def check_score_options(q: Tensor, scale: float | None, softcap: float | None) -
     softcap = number(softcap, float, "softcap")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale={scale} must be finite")
     if scale <= 0:
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)

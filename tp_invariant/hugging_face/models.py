@@ -174,11 +174,11 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, _Mask(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], False))
 
 
-def install(model: Any, degree: int = 1) -> None:
+def install(model: Any, attention_stays: bool = False) -> None:
     """Makes `model` use this library's attention while the mode is on, and an invariant causal-LM loss.
 
     Args:
-        degree: over how many ranks its heads are sharded.
+        attention_stays: the model's own attention runs, as every rank has all heads.
 
     Raises:
         ValueError: a model that parallelize refuses (`problem_with`); or at its next forward with the mode on, if its
@@ -190,18 +190,18 @@ def install(model: Any, degree: int = 1) -> None:
 
     modules = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
     configs = list({id(m.config): m.config for m in modules}.values())
-    for config in configs:
+    for config in configs if not attention_stays else ():
         if problem := problem_with(config, model):
             raise ValueError(problem)
     register_attention()
-    for config in configs:
+    for config in configs if not attention_stays else ():
         if config._attn_implementation in (None, *_REPLACED):
             config._attn_implementation = _PREFIX + (config._attn_implementation or "sdpa")
     for module in modules:  # each looks its attention up in its config, and any may be called by itself
-        with_key(module.register_forward_pre_hook(_keep_safe), "keep_safe")
+        if not attention_stays:
+            with_key(module.register_forward_pre_hook(_keep_safe), "keep_safe")
         if isinstance(module, PreTrainedModel):
-            refuse = functools.partial(_refuse_attentions, degree)
-            with_key(module.register_forward_pre_hook(refuse, with_kwargs=True), "refuse_attentions")
+            with_key(module.register_forward_pre_hook(_refuse_attentions, with_kwargs=True), "refuse_attentions")
             if hasattr(module, "generate") and not isinstance(module, Generating):
                 module.__class__ = derived_class(type(module), Generating)
             install_saving(module)
@@ -222,11 +222,11 @@ def _keep_safe(module: Any, args: Any) -> None:
         config._attn_implementation = _PREFIX + asked
 
 
-def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_attentions(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Raises if transformers would return no attention weights, (), or those of this rank's heads only.
 
     Raises:
-        ValueError: output_attentions, unless the mode is off, one rank has all heads, and the attention is "eager".
+        ValueError: output_attentions, unless each rank has all heads, and the attention is "eager".
     """
     asked = kwargs.get("output_attentions")
     if asked is None:
@@ -234,10 +234,8 @@ def _refuse_attentions(degree: int, module: Any, args: Any, kwargs: dict[str, An
     if not asked:
         return
     begin = f"{type(module).__name__} is asked for output_attentions={asked}: "
-    if is_tp_invariant_mode_enabled():
-        raise ValueError(begin + "tpi.attention has no weights to give; turn it off, or the TP-invariant mode")
-    if degree > 1:
-        raise ValueError(begin + f"a rank has the weights of its own heads only, 1/{degree} of them; turn it off")
+    if any(_has_part_of_the_heads(child) for child in module.modules() if is_attention(child)):
+        raise ValueError(begin + "a rank has the weights of its own heads only; turn it off")
     implementation = (module.config._attn_implementation or "").removeprefix(_PREFIX)
     if implementation != "eager":
         raise ValueError(
@@ -350,6 +348,11 @@ class _HuggingFace:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         return ALL_ATTENTION_FUNCTIONS[self.original or "sdpa"]
+
+
+def is_attention(module: nn.Module) -> bool:
+    """By the name of its class."""
+    return "att" in type(module).__name__.lower()
 
 
 def _has_part_of_the_heads(attention: nn.Module) -> bool:
