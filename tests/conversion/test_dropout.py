@@ -187,6 +187,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str] | None]] = {
         dict(vocab_size=96, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, decoder_start_token_id=0),
         {"shared": "replicate"},
     ),
+    "DebertaV2ForTokenClassification": (  # an attention of its own
+        "DebertaV2Config",
+        dict(_BERT, relative_attention=True, pos_att_type="p2c|c2p", type_vocab_size=0),
+        {name.replace("bert", "deberta", 1): style for name, style in _BERT_PLAN.items()},
+    ),
     "LlamaForTokenClassification": ("LlamaConfig", _LLAMA, None),
     "Qwen3ForTokenClassification": ("Qwen3Config", dict(_LLAMA, head_dim=8), None),
     "MixtralForCausalLM": ("MixtralConfig", dict(_LLAMA, num_local_experts=4, router_jitter_noise=0.1), None),
@@ -231,8 +236,10 @@ def test_models_of_transformers(training):
             assert error <= 1e-4 * max(float(value.norm()), 1e-2 * size), (name, key, error)
         assert training == (float(on_one_rank(False)[name]["loss"]) != float(want[name]["loss"])), name
     for kind in ("group", "mesh") if training else ("group",):
-        for got in run_ranks(train, 2, tuple(MODELS), True, training, kind):
-            for name in MODELS:
+        # DeBERTa's encoder reads the weight of its embedding, which over a mesh is a DTensor
+        names = tuple(name for name in MODELS if kind == "group" or "Deberta" not in name)
+        for got in run_ranks(train, 2, names, True, training, kind):
+            for name in names:
                 assert_bitwise_equal(got[name], want[name], name)
 
 

@@ -78,8 +78,8 @@ def problem_with(config: Any, model: nn.Module) -> str | None:
         if own := _own_attentions(model, file):
             return (
                 f"{', '.join(own)} in {file}: an attention of its own, which asks neither transformers nor SDPA for "
-                "one: none can take its place, and a head's bits may depend on how many are in the call. Leave this "
-                "model to the stock path, without parallelize"
+                "one: none can take its place, and a head's bits may depend on how many are in the call. Give a plan "
+                "that shards other layers alone, or leave this model to the stock path"
             )
     return None
 
