@@ -302,7 +302,9 @@ def refusals(tp_group: Any) -> Any:
     by_method = text_of(model)
     model = Net()
     model.norm.heads = 2
+    model.up.register_buffer("group", torch.zeros(2))
     by_name = text_of(model)
+    assert "up: Linear has an attribute `group` of its own" in by_name
     model = nn.Sequential(nn.Linear(4, 8))
     nn.utils.parametrizations.weight_norm(model[0])
     computed = text_of(model, {"0": "colwise"})
@@ -414,6 +416,11 @@ def styled(tp_group: Any) -> Any:
     with pytest.raises(ValueError, match="is the same parameter as weight, which is placed as"):
         apply(tied, mesh, {"1": tpi.RowwiseParallel(input_layouts=shard)})
     assert type(tied[1]) is nn.Linear and tied[1].weight.shape == (8, 8)
+    several = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 7))
+    before = everything(several)
+    with pytest.raises(ValueError, match="out_features=7 is not divisible"):
+        apply(several, mesh, {"0": tpi.ColwiseParallel(), "1": tpi.ColwiseParallel()})
+    assert everything(several) == before
     losses = steps_of(model, optimizer_of(model))
     return losses, set(model.state_dict())
 

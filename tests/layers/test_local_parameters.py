@@ -171,7 +171,7 @@ def test_after_fully_shard():
 def test_a_module_with_a_group_of_its_own_is_refused():
     model = build()
     model.blocks[1].group = None
-    with pytest.raises(ValueError, match=r"blocks\.1\.sinks: is held by a Block with a `group`: it cannot be sharded"):
+    with pytest.raises(ValueError, match=r"blocks\.1: Block has an attribute `group` of its own"):
         tpi.parallelize(model, None, plan())
 
 

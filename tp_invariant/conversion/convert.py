@@ -42,8 +42,7 @@ from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_replicas_of
-from ..layers.in_place import all_or_nothing, convert, held_elsewhere, places_of, problems_in_place
-from ..layers.local_parameters import shard_parameters
+from ..layers.in_place import all_or_nothing, convert, held_elsewhere, problems_in_place
 from ..layers.replicate import place_whole
 from .gradient_flow import FirstForward, check_mask
 from .plan_check import check_plan, digest_of_tensors
@@ -127,8 +126,7 @@ def parallelize(
 
     survey = survey_of(model, gemm_fn)
     if not survey.problems:
-        change = model, survey.layers, survey.places(), group
-        survey.problems += [*problems_in_place(*change), *held_elsewhere(*change)]
+        survey.problems += problems_in_place(model, survey.layers, group) + held_elsewhere(model, survey.layers, group)
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
     facts = {
@@ -170,9 +168,7 @@ def parallelize(
 
 def _convert(model: nn.Module, survey: Survey) -> None:
     """Changes the model as its survey says."""
-    convert(model, survey.layers, places_of(survey.layers, survey.modules))
-    for name, dims in survey.shards.items():
-        shard_parameters(model.get_submodule(name), survey.group, dims)
+    convert(model, survey.layers)
     for name in survey.latents:
         SharedKeys(model.get_submodule(name), survey.group)
     for name in survey.mixtures:

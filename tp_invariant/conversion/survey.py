@@ -16,9 +16,8 @@ from ..core.module_hooks import has_own_forward
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import experts_of, problem_with_experts
-from ..layers.in_place import Places, places_of
 from ..layers.linear import Linear, check_sizes
-from ..layers.local_parameters import places_of_parts
+from ..layers.local_parameters import parts_on_meta
 from ..layers.parallel_norm import ParallelNorm, recognise_norm
 from ..layers.parameters import ShardedModule, ShardSpec
 from ..layers.vocab_embedding import VocabParallelEmbedding
@@ -145,13 +144,7 @@ class Survey:
         self._check_config()
         if not self.problems:
             self.layers = {name: make() for name, make in self.swaps.items()}
-
-    def places(self) -> Places:
-        """Where the parameters go of modules that become layers, and those of which a rank holds a part."""
-        places = places_of(self.layers, self.modules)
-        for name, dims in self.shards.items():
-            places |= places_of_parts(self.modules[name], self.group, dims, name)
-        return places
+            self.layers |= {name: parts_on_meta(self.group, dims) for name, dims in self.shards.items()}
 
     def _plan_blocks(self) -> None:
         columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
@@ -241,9 +234,8 @@ class Survey:
             elif len(holders[id(parameter)]) > 1:
                 others = ", ".join(other for other in holders[id(parameter)] if other != name)
                 self._problem(name, f"is {others} too: a parameter that modules share cannot be sharded by itself")
-            elif not parameter.dim() or hasattr(module, "group"):
-                what = "has no dim" if not parameter.dim() else f"is held by a {type(module).__name__} with a `group`"
-                self._problem(name, f"{what}: it cannot be sharded")
+            elif not parameter.dim():
+                self._problem(name, "has no dim: it cannot be sharded")
             else:
                 dim = max(0, parameter.dim() + PARAMETER_STYLES[part.style])
                 self._divides(name, f"size of dim {dim}", parameter.shape[dim], self.group.size)

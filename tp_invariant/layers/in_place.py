@@ -24,6 +24,7 @@ from ..consistency.agreement import compare_call
 from ..consistency.shards import note_source
 from ..core.derived_class import derived_class
 from ..core.dtensors import is_dtensor
+from ..core.module_hooks import has_own_forward
 from ..core.torch_private import accumulation_hooks_of, gradient_hooks_of
 from .parameters import ShardedModule, ShardSpec, mark_sharded
 
@@ -45,12 +46,12 @@ class Place(NamedTuple):
 Places = dict[int, Place]  # by the id of the parameter
 
 
-def places_of(layers: Mapping[str, ShardedModule], modules: Mapping[str, nn.Module]) -> Places:
+def _places_of(model: nn.Module, layers: Mapping[str, ShardedModule]) -> Places:
     """Where the parameters of modules go that become `layers`: layers on the meta device, by the modules' names."""
     places: Places = {}
     for name, layer in layers.items():
         for key in layer.SHARDED_PARAMETERS:
-            if (parameter := modules[name]._parameters.get(key)) is not None:
+            if (parameter := model.get_submodule(name)._parameters.get(key)) is not None:
                 full_name = f"{name}.{key}" if name else key
                 places.setdefault(id(parameter), Place(full_name, parameter, layer.shard_spec(key)))
     return places
@@ -59,7 +60,7 @@ def places_of(layers: Mapping[str, ShardedModule], modules: Mapping[str, nn.Modu
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
-def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], places: Places, group: Group) -> list[str]:
+def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], group: Group) -> list[str]:
     """Why modules of `model` cannot become `layers` where they stand, one line each; [] if they can."""
     problems = []
     for name, layer in layers.items():
@@ -71,8 +72,9 @@ def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], pla
                     f"{name}: its {key} is no parameter but computed, as by a parametrization, pruning or weight_norm: "
                     "apply that afterwards"
                 )
-        for key, value in _state_of(layer).items():
-            if not _same(vars(module).get(key, value), value) or (hasattr(kind, key) and not hasattr(layer, key)):
+        own = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
+        for key, value in {**_state_of(layer), **layer._modules}.items():
+            if not _same(own.get(key, value), value) or (hasattr(kind, key) and not hasattr(layer, key)):
                 problems.append(
                     f"{name}: {kind.__name__} has an attribute `{key}` of its own, and the {type(layer).__name__} that "
                     "it becomes needs that name: rename it"
@@ -86,12 +88,12 @@ def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], pla
     return problems
 
 
-def held_elsewhere(model: nn.Module, layers: Mapping[str, ShardedModule], places: Places, group: Group) -> list[str]:
+def held_elsewhere(model: nn.Module, layers: Mapping[str, ShardedModule], group: Group) -> list[str]:
     """What this process has besides `model` that would go on with parameters and modules as they were; one line each.
 
     Autograd graphs and optimizers' states are of whole parameters, which end where ranks get parts of them.
     """
-    cut = {key: place for key, place in places.items() if place.is_cut and group.mesh is None}
+    cut = {key: place for key, place in _places_of(model, layers).items() if place.is_cut and group.mesh is None}
     changed = {id(p): name for name, p in model.named_parameters() if group.mesh is not None or id(p) in cut}
     own = {id(module) for module in model.modules()}
     modules = {name: model.get_submodule(name) for name in layers}
@@ -174,14 +176,15 @@ def _state_of(layer: nn.Module) -> dict[str, Any]:
     }
 
 
-def convert(model: nn.Module, layers: Mapping[str, ShardedModule], places: Places) -> None:
+def convert(model: nn.Module, layers: Mapping[str, ShardedModule]) -> None:
     """The modules of `model` by these names become `layers`; whole parameters become this rank's parts."""
     modules = {name: model.get_submodule(name) for name in layers}
-    place_parameters(model, places)
+    place_parameters(model, _places_of(model, layers))
     for name, layer in layers.items():
         module = modules[name]
-        vars(module).pop("forward", None)  # the former class's own, as accelerate leaves it
-        module.__class__ = derived_class(type(module), type(layer))
+        if not has_own_forward(module):
+            vars(module).pop("forward", None)  # the former class's, as accelerate leaves it
+        module.__class__ = derived_class(type(module), type(layer), *layer.derived_by)
         vars(module).update(_state_of(layer))
         module._modules.update(layer._modules)  # of experts, an activation
         assert isinstance(module, ShardedModule)
@@ -255,25 +258,23 @@ register_optimizer_step_pre_hook(_refuse_replaced)
 # --- undoing ----------------------------------------------------------------------------------------------------------
 
 
-class Snapshot:
-    """The objects of a model as they are now: classes, attributes, parameters, gradients, and configs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        configs = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "__dict__")}
-        self._objects = [(thing, type(thing), _contents(thing)) for thing in (*modules, *configs.values())]
-        self._parameters = [
-            (p, p.data, vars(p).copy(), p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()
-        ]
-
-    def restore(self) -> None:
-        for thing, kind, contents in self._objects:
-            if type(thing) is not kind:
-                thing.__class__ = kind
+@contextmanager
+def undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Around what changes `model`: if it raises, classes, attributes, tensors and configs are as before."""
+    modules = list(model.modules())
+    configs = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "__dict__")}
+    objects = [(thing, type(thing), _contents(thing)) for thing in (*modules, *configs.values())]
+    plain = [p for p in model.parameters() if not is_dtensor(p)]  # of others none changes
+    tensors = [(p, p.data, vars(p).copy(), p.grad, None if p.grad is None else p.grad.data) for p in plain]
+    try:
+        yield
+    except BaseException:
+        for thing, kind, contents in objects:
+            object.__setattr__(thing, "__class__", kind)
             for container, former in contents:
                 container.clear()
                 container.update(former)
-        for parameter, data, attributes, grad, values in self._parameters:
+        for parameter, data, attributes, grad, values in tensors:
             parameter.grad = None
             parameter.data = data
             if grad is not None and values is not None:
@@ -281,6 +282,7 @@ class Snapshot:
                 parameter.grad = grad
             vars(parameter).clear()
             vars(parameter).update(attributes)
+        raise
 
 
 def _contents(thing: Any) -> list[tuple[Any, Any]]:
@@ -291,24 +293,20 @@ def _contents(thing: Any) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def all_or_nothing(model: nn.Module, group: Group) -> Iterator[None]:
-    """Around what changes `model`: where it raises, on any rank, the model is on every rank as before. A collective.
+    """`undone_on_error` on every rank if it raises on any of them. A collective.
 
     Raises:
-        RuntimeError: on every rank, where the others have not raised the same.
+        RuntimeError: on every rank, if not all have raised.
     """
-    before = Snapshot(model)
-    try:
+    with undone_on_error(model):
         error = None
         try:
             yield
         except Exception as raised:
-            error = raised
             if group.size == 1:
                 raise
+            error = raised
         if group.size > 1:
             device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
             facts = {"the change of": type(model).__name__}
             compare_call(torch.zeros(1, dtype=torch.int64, device=device), facts, group, "tp_group", error)
-    except BaseException:
-        before.restore()
-        raise

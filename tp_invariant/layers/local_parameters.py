@@ -9,43 +9,34 @@ parameter is a DTensor, which the module's forward reads as its local tensor (re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.collectives import Group
-from ..core.derived_class import derived_class
 from ..core.dtensors import is_dtensor
-from .in_place import Place, Places, place_parameters
 from .parameters import ShardedModule, ShardSpec
 from .replicate import ForeignModule
 
 
-def shard_parameters(module: nn.Module, group: Group, dims: Mapping[str, int]) -> None:
-    """Each rank of `group` keeps its part of parameters that `module` holds itself.
+def parts_on_meta(group: Group, dims: Mapping[str, int]) -> PartsOfForeignModule:
+    """What a module becomes of whose own parameters each rank of `group` has a part (layers/in_place.py).
 
-    Args:
-        module: of a class that is not this library's, with full parameters; it has no attribute `group`.
-        dims: {name of a parameter: the dim that is sharded}; the degree divides its size.
+    dims: {name of a parameter: the dim that is sharded}; the degree divides its size.
     """
-    kind: Any = type(module)
-    place_parameters(module, places_of_parts(module, group, dims))
-    module.__class__ = derived_class(kind, PartsOfForeignModule, frozenset(dims))
-    assert isinstance(module, PartsOfForeignModule)
-    module.group, module.part_dims = group, dict(dims)
-
-
-def places_of_parts(module: nn.Module, group: Group, dims: Mapping[str, int], name: str = "") -> Places:
-    """Where these parameters go. name: the module's in its model."""
-    named = {key: (module.get_parameter(key), f"{name}.{key}" if name else key) for key in dims}
-    return {id(p): Place(full_name, p, ShardSpec(group, dims[key], 1)) for key, (p, full_name) in named.items()}
+    parts = PartsOfForeignModule()
+    parts.group, parts.part_dims = group, dict(dims)
+    return parts
 
 
 class PartsOfForeignModule(ForeignModule, ShardedModule):
     """What the classes of these modules have in common."""
 
     part_dims: dict[str, int]
+
+    @property
+    def derived_by(self) -> tuple[Hashable, ...]:  # type: ignore[override]
+        return (frozenset(self.part_dims),)
 
     @property
     def SHARDED_PARAMETERS(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -268,6 +268,7 @@ class ShardedModule(KeepsAttributes):
 
     group: Group
     SHARDED_PARAMETERS: tuple[str, ...] = ()  # the names that shard_spec knows; others are the user's own
+    derived_by: tuple[Hashable, ...] = ()  # the options of `derived_class` for a module that becomes a layer like this
 
     def shard_spec(self, name: str) -> ShardSpec:
         """The ShardSpec of the parameter called `name`, as things stand now (partition_stride may be set late)."""

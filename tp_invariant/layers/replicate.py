@@ -68,7 +68,7 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 f"{name} on rank {group.rank} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}: all "
                 "parameters must be on one"
             )
-    if problems := problems_in_place(module, {}, {}, group):
+    if problems := problems_in_place(module, {}, group):
         raise ValueError("\n".join(problems))
     for hook in forward_pre_hooks_of(module).values():
         computed: Any = getattr(hook, "name", None)

@@ -9,7 +9,9 @@ import torch.distributed.tensor.parallel as torch_styles
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..consistency.agreement import numbers_given_back
 from ..functional.attention_choice import SafeSdpa, callers
+from ..layers.in_place import undone_on_error
 from ..layers.linear import Linear
 from .parallel_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -39,7 +41,7 @@ def parallelize_module(
 
     Raises:
         ValueError: a style of torch's that adds on the wire where this library has one, or a class derived from such
-            a style. Nothing was changed.
+            a style; and what a style raises. Nothing was changed: the styles before it are undone.
     """
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     for name, style in plan.items():
@@ -50,12 +52,13 @@ def parallelize_module(
                 f"parallelize_plan[{name!r}]={style} is {derived}torch's, whose bits depend on the degree: import "
                 f"{base} from tp_invariant in place of torch.distributed.tensor.parallel"
             )
-    result = torch_styles.parallelize_module(
-        module,
-        device_mesh,
-        parallelize_plan,  # type: ignore[arg-type]
-        src_data_rank=src_data_rank,
-    )
+    with numbers_given_back(), undone_on_error(module):
+        result = torch_styles.parallelize_module(
+            module,
+            device_mesh,
+            parallelize_plan,  # type: ignore[arg-type]
+            src_data_rank=src_data_rank,
+        )
     sharded = {name: child.group.size for name, child in module.named_modules()
                if isinstance(child, Linear) and child.parallel_mode}  # fmt: skip
     if sharded and not isinstance(module, Linear):

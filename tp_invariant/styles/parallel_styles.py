@@ -30,7 +30,7 @@ from ..consistency.same_weights import check_same_model
 from ..core.dtensors import sharded_already
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import has_own_forward, with_key
-from ..layers.in_place import all_or_nothing, convert, places_of, problems_in_place
+from ..layers.in_place import all_or_nothing, convert, problems_in_place
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import ShardedModule
@@ -201,15 +201,14 @@ def _apply(
         _check_module(style, module, group)
         layer = make(group)
         layers = {} if layer is None else {"": layer}
-        places = places_of(layers, {"": module})
-        if problems := problems_in_place(module, layers, places, group):
+        if problems := problems_in_place(module, layers, group):
             raise ValueError(f"{_named(style, module, group)}: " + "; ".join(problems))
     except (TypeError, ValueError) as error:
         share_error(error, group, torch.device("cpu"), set())
         raise
     check_same_model(module, group, {"the style": repr(style)})
     with all_or_nothing(module, group):
-        convert(module, layers, places)
+        convert(module, layers)
         ActivationLayouts(group, *layouts, style.use_local_output).install(module)  # type: ignore[attr-defined]
     return module
 
