@@ -270,7 +270,7 @@ def loss_of_whole_logits(tp_group, how):
     head = nn.Sequential(nn.Linear(16, 32))
     x, target = torch.randn(6, 16), torch.randint(32, (6,))
     tpi.parallelize(head, tp_group, {"0": "colwise_gather_output" if how != "sharded" else "colwise"})
-    logits = head(x)
+    logits = torch.compile(head, backend="aot_eager", fullgraph=True)(x) if how == "compiled" else head(x)
     if how == "changed":
         logits = logits.view(2, 3, -1).flatten(0, 1)
     group = None if how == "whole" else tp_group
@@ -288,7 +288,7 @@ def test_a_loss_of_whole_logits_is_right_or_refused():
         (alone,) = run_ranks(loss_of_whole_logits, 1, "sharded")
         assert abs(alone[0] - alone[1]) < 1e-5
         for degree in (2, 4):
-            for how in ("sharded", "whole", "gathered"):
+            for how in ("sharded", "whole", "gathered", "compiled"):
                 for result in run_ranks(loss_of_whole_logits, degree, how):
                     testing.assert_bitwise_equal(result, alone)
             texts = run_ranks(loss_of_whole_logits, degree, "changed")
