@@ -123,7 +123,7 @@ class LayerNormLinear(Linear):
         return *super()._options(x, bias, stride), norm, trained, returned
 
     def forward(self, input: Tensor) -> Any:
-        """[.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
+        """input [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
         return super().forward(input)
 
     def _norm_call(self) -> NormCall:

@@ -307,7 +307,7 @@ class Linear(ShardedModule, nn.Linear):
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, input: Tensor) -> Any:
-        """x as in the class's table -> y, or (y, bias expanded to y's shape or None) with return_bias.
+        """input, the class's x -> y, or (y, bias expanded to y's shape or None) with return_bias.
 
         Raises:
             ValueError: a last dim that is not this rank's features, or a sequence that the degree does not divide.

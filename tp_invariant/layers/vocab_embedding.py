@@ -169,7 +169,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
                 full[self.padding_idx].zero_()
 
     def forward(self, input: Tensor) -> Tensor:
-        """ids [..] -> [.., D], this rank's tokens under sequence parallelism.
+        """input, the class's ids [..] -> [.., D], this rank's tokens under sequence parallelism.
 
         Raises:
             IndexError: an id out of range, on a CPU; on CUDA a device-side assertion fails (see vocab.check_ids).
