@@ -133,3 +133,53 @@ def test_functions():
     torch.testing.assert_close(_linear(None, input=x, weight=x[0, 0], bias=None), F.linear(x, x[0, 0]))
     right = torch.topk(input=x, k=2, dim=-1, largest=True, sorted=True)
     testing.assert_bitwise_equal(_top_k(torch.topk, input=x, k=2, dim=-1, largest=True, sorted=True), right)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 40), nn.SiLU(inplace=True), nn.Linear(40, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(input=self.act(input=self.up(input=x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), Mlp()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.mlp(x=self.norm(input=h))
+
+
+class Stack(nn.Module):
+    """Decoder layers, their blocks and the norms before and after them, all called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.norm = nn.ModuleList([Layer(), Layer()]), OwnNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(h=x)
+        for layer in self.layers:
+            x = layer(h=x)
+        return self.norm(h=x)
+
+
+def stack(tp_group: Any, parallel: bool = True) -> list[Tensor]:
+    model = Stack()
+    if parallel:
+        plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+        tpi.parallelize(model, tp_group, plan, sequence_parallel=True)
+    with tpi.set_tp_invariant_mode(True):
+        y = model(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)))
+        y.square().sum().backward()
+    return [y.detach(), *testing.full_grads(model).values()]
+
+
+def test_layers_and_blocks_under_sequence_parallelism():
+    one, two = (run_ranks(stack, degree)[0] for degree in (1, 2))
+    testing.assert_bitwise_equal(one, two)
+    torch.testing.assert_close(one, stack(None, parallel=False), rtol=1e-3, atol=1e-4)
