@@ -186,9 +186,9 @@ def test_fused_gate_and_up_are_not_gathered():
     assert not attention.o_proj.input_is_parallel
 
 
-def generated(tp_group, length, sequence_parallel):
+def generated(tp_group, family, length, sequence_parallel):
     """Between steps of training, whose layers shard the sequence again; and a prompt that no degree divides."""
-    model = parallelize(hf_models.build("qwen3"), tp_group, sequence_parallel=sequence_parallel)
+    model = parallelize(hf_models.build(family), tp_group, sequence_parallel=sequence_parallel)
     ids = hf_models.batch()["input_ids"][:, :length]
     with tpi.set_tp_invariant_mode(True):
         first = hf_models.train(model, tp_group, 1)
@@ -206,11 +206,11 @@ def generated(tp_group, length, sequence_parallel):
         return first, out.sequences, list(out.logits), alone, hf_models.train(model.train(), tp_group, 1), refused, norm
 
 
-@pytest.mark.parametrize("length", (8, 9))
-def test_generate_of_a_model_with_sequence_parallelism(length):
-    *want, refused, _ = generated(None, length, True)
+@pytest.mark.parametrize(("family", "length"), [("qwen3", 8), ("qwen3", 9), ("qwen3_moe", 9)])
+def test_generate_of_a_model_with_sequence_parallelism(family, length):
+    *want, refused, _ = generated(None, family, length, True)
     assert not refused
-    for *got, refused, norm in run_ranks(generated, 2, length, True):
+    for *got, refused, norm in run_ranks(generated, 2, family, length, True):
         assert_bitwise_equal(got, want)
         assert "=7 is not divisible by TP degree=2" in refused and norm.sequence_parallel
 
