@@ -54,8 +54,9 @@ def flatten(tree: Any, what: str) -> tuple[list[Tensor], Node]:
         if kind is dict:
             return Node(kind, tuple(x), tuple(map(walk, x.values())))
         if "__dataclass_params__" in vars(kind) and kind.__dataclass_params__.frozen:
-            keys = tuple(field.name for field in dataclasses.fields(kind))
-            if set(getattr(x, "__dict__", ())) <= set(keys):
+            fields = dataclasses.fields(kind)
+            keys = tuple(field.name for field in fields if field.metadata.get("in_graphs", True))
+            if set(getattr(x, "__dict__", ())) <= {field.name for field in fields}:
                 return Node(kind, keys, tuple(walk(getattr(x, key)) for key in keys))
         if isinstance(x, _CONSTANTS):
             return Constant(kind, x.hex() if isinstance(x, float) else x, x)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class VisibleKeys:
     first: the position of the first key, of a cache that has dropped those before it.
     places: how many keys the mask is for, with the empty end of a static cache; None: not known.
     matrix: which keys of such a cache each query sees, [B, 1, queries, keys], where that is none of the above.
-    as_matrix: makes the mask that transformers' own attention takes, for dropout.
+    as_matrix: makes the mask that transformers' own attention takes, for dropout; None in a CUDA graph.
 
     This is not a tensor: a model that computes with its mask gets an error that says so.
     """
@@ -66,7 +66,7 @@ class VisibleKeys:
     first: int = 0
     places: int | None = None
     matrix: Tensor | None = None
-    as_matrix: Callable[[], Tensor | None] = lambda: None
+    as_matrix: Callable[[], Tensor | None] | None = field(default=None, metadata={"in_graphs": False})
 
     # generate makes the masks of a static cache itself, and asks of them what it asks of a matrix: this, and contiguous
     ndim = 4

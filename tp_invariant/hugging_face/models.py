@@ -304,6 +304,11 @@ class _HuggingFace:
         whole = not _has_part_of_the_heads(module) and all(others.get(name) is None for name in _PACKED)
         if whole and (dropout or (unknown and self.original is not None)):
             if isinstance(attention_mask, VisibleKeys):
+                if attention_mask.as_matrix is None:
+                    raise RuntimeError(
+                        f"{type(module).__name__} has dropout={dropout} or other arguments of transformers' own "
+                        "attention in a captured layer, which has no mask for it; run the layer without graph_layers"
+                    )
                 attention_mask = attention_mask.as_matrix()
             given = dict(scaling=scaling, is_causal=is_causal, softcap=softcap, s_aux=s_aux, **others)
             given = {name: value for name, value in given.items() if value is not None}
