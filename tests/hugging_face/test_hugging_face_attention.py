@@ -184,6 +184,7 @@ def decoded_with_a_window(tp_group, family, prompts, chunk=spec.CHUNK, hole=slic
     with (
         mock.patch.object(reference, "KEY_BLOCK", 4),
         mock.patch.object(spec, "CHUNK", chunk),
+        mock.patch.object(importlib.import_module("tp_invariant.functional.attention"), "CHUNK", chunk),
         tpi.set_tp_invariant_mode(True),
         torch.no_grad(),
     ):
