@@ -423,12 +423,25 @@ def test_parameters_that_a_module_holds_itself():
     assert text in refusal(model, {**HEADS_PLAN, f"{name}.weight": "rowwise", "sinks": "colwise"})
 
 
-def test_a_tie_with_what_stays():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 4))
-    model[1].bias = model[0].bias
-    assert "0 and 1 share a parameter but not the way it is sharded" in refusal(model, {"0": "colwise"})
-    parallelize(model, None, {"0": "replicate"})
-    assert isinstance(model[0], tpi.Linear) and model[1].bias is model[0].bias
+def ties_on_rank(tp_group: Any) -> None:
+    torch.manual_seed(0)
+    with_what_stays = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 4))
+    with_what_stays[1].bias = with_what_stays[0].bias
+    both_sharded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both_sharded[1].weight = both_sharded[0].weight
+    for model, plan in ((with_what_stays, {"0": "colwise"}), (both_sharded, {"0": "colwise", "1": "rowwise"})):
+        with pytest.raises(ValueError, match="0 and 1 share a parameter but not the way it is sharded"):
+            parallelize(model, tp_group, plan)
+        assert type(model[0]) is nn.Linear
+        parallelize(copy.deepcopy(model), None, plan)  # on one rank nothing is cut
+    parallelize(with_what_stays, tp_group, {"0": "replicate"})
+    assert isinstance(with_what_stays[0], tpi.Linear) and with_what_stays[1].bias is with_what_stays[0].bias
+    parallelize(both_sharded, tp_group, {"0": "colwise", "1": "colwise_gather_output"})
+    assert both_sharded[1].weight is both_sharded[0].weight and both_sharded[1].weight.shape == (2, 4)
+
+
+def test_ties_that_are_not_sharded_alike():
+    run_ranks(ties_on_rank, 2)
 
 
 class Shifted(nn.Embedding):
@@ -478,12 +491,6 @@ def test_embeddings_of_other_kinds_stay_where_they_are_whole(mesh):
         what = "Shifted is no nn.Embedding times an" if name == "derived" else "max_norm, scale_grad_by_freq and sparse"
         assert f"  0: {what}" in refusal(nn.Sequential(make()), {"0": "embedding_rowwise"})
         assert type(parallelize(nn.Sequential(make()), None, {"0": "replicate"})[0]) is not tpi.VocabParallelEmbedding
-
-
-def test_ties_that_are_sharded_in_two_ways():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    assert "0 and 1 share a parameter but not the way it is sharded" in refusal(model, {"0": "colwise", "1": "rowwise"})
 
 
 def test_what_sequence_parallel_cannot_place():

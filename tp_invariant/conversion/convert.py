@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.collectives import Group, resolve_group
 from ..consistency.agreement import numbers_given_back, share_error
 from ..consistency.same_weights import check_same_model
+from ..core.bits import digest, leaves
 from ..core.identity import identify
 from ..core.module_hooks import with_key
 from ..functional.attention_choice import SafeSdpa, callers
@@ -42,10 +43,10 @@ from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_replicas_of
-from ..layers.in_place import all_or_nothing, convert, held_elsewhere, problems_in_place
+from ..layers.in_place import all_or_nothing, convert, problems_in_place
 from ..layers.replicate import place_whole
 from .gradient_flow import FirstForward, check_mask
-from .plan_check import check_plan, digest_of_tensors
+from .plan_check import check_plan
 from .plans import Part, own_plan
 from .survey import SEQUENCE_DIM, Survey
 
@@ -70,10 +71,11 @@ def parallelize(
     Call it on every rank, also at TP=1, with the same full model. It is a collective: it compares the ranks' weights
     before it changes anything (consistency/same_weights.py states the cost). Modules stay the same objects, of classes
     derived from their own. With a ProcessGroup parameters do, too, and get this rank's part of their values and
-    gradients, so that an optimizer may have been made before, as long as it has made no step. Parameters keep their
-    names, attributes, dtypes and ties; state_dict() has this rank's shards under the same keys. Inputs and outputs of
-    the model are full tensors, the same on every rank. The mode is read at every call: if it is off, the model runs
-    stock tensor parallelism with its own attention. If it fails on any rank, the model is on all ranks as it was.
+    gradients, so that an optimizer may have been made before. One that has made a step has state for whole parameters,
+    and raises at its next step. Parameters keep their names, attributes, dtypes and ties; state_dict() has this rank's
+    shards under the same keys. Inputs and outputs of the model are full tensors, the same on every rank. The mode is
+    read at every call: if it is off, the model runs stock tensor parallelism with its own attention. If it fails on any
+    rank, the model is on all ranks as it was.
 
     Args:
         tp_group: a ProcessGroup or a 1-D DeviceMesh; None is TP=1. Of a DeviceMesh a DTensor on it takes the place, the
@@ -100,12 +102,12 @@ def parallelize(
     Raises:
         ValueError: before anything is changed, with one line for each thing that cannot be done: unknown styles (of
             mixtures of experts, say), patterns of `plan` that match nothing, sizes or heads that the degree does not
-            divide, modules of other classes, an attention implementation that is not invariant; and what would go on
-            with a whole parameter of which ranks get parts: an autograd graph that is alive, the state of an optimizer,
-            a bound method forward. With verify, also the first module whose output or gradient differs from the
-            unsharded model's, and by how much, or has other bytes than on one rank. Without verify, the first forward
-            that needs gradients names each parameter whose gradient would be incomplete (gradient_flow.py). A forward
-            in training that draws a dropout mask for this rank's part of the activations.
+            divide, modules of other classes, an attention implementation that is not invariant; and an autograd graph
+            that is alive and has a whole parameter of which ranks get parts. With verify, also the first module whose
+            output or gradient differs from the unsharded model's, and by how much, or has other bytes than on one rank.
+            Without verify, the first forward that needs gradients names each parameter whose gradient would be
+            incomplete (gradient_flow.py). A forward in training that draws a dropout mask for this rank's part of the
+            activations.
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
@@ -126,7 +128,7 @@ def parallelize(
 
     survey = survey_of(model, gemm_fn)
     if not survey.problems:
-        survey.problems += problems_in_place(model, survey.layers, group) + held_elsewhere(model, survey.layers, group)
+        survey.problems += problems_in_place(model, survey.layers, group)
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
     facts = {
@@ -135,7 +137,7 @@ def parallelize(
         "what parallelize cannot honour": survey.problems,
         "over how many ranks experts are stored by expert": None if stored_over is None else stored_over.size,
         "verify": verify,
-        "example_inputs": digest_of_tensors(example_inputs),
+        "example_inputs": digest([x for _, x in leaves(example_inputs) if isinstance(x, Tensor)]),
         **{f"the plan of {name}": str(part) for name, part in {**survey.parts, **survey.parameter_parts}.items()},
     }
     error = ValueError(
@@ -255,9 +257,7 @@ class _SequenceHooks:
         """For a block in which the plan shards nothing: whether hidden states come first, nothing has said."""
         first = _first(args, kwargs)
         if isinstance(first, Tensor) and first.dim() == 3:
-            if self.group.size > 1:
-                self._check_others(block, args, kwargs)
-            return _with_first(_gather_into_block, self.group, args, kwargs, everywhere=True)
+            return self.enter_block(block, args, kwargs)
         if self.group.size == 1:
             return args, kwargs
         what = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
@@ -265,18 +265,6 @@ class _SequenceHooks:
             f"{type(block).__name__} is whole on every rank, so that sequence_parallel gathers its hidden states "
             f"[B, S, H]: they must come first, or as hidden_states=.., and it got {what}. Use sequence_parallel=False"
         )
-
-    def _check_others(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Raises: ValueError: besides its hidden states the block gets what must be this rank's tokens, too."""
-        first = _first(args, kwargs)
-        for other in (*args, *kwargs.values()):
-            many = isinstance(other, Tensor) and other.dim() > 2 and other.shape[:-1] == first.shape[:-1]
-            if many and other is not first:
-                raise ValueError(
-                    f"{type(block).__name__} got hidden states of shape {tuple(first.shape)} on rank "
-                    f"{self.group.rank}, which sequence_parallel gathers, and another tensor of as many tokens, of "
-                    f"shape {tuple(other.shape)}, which nothing gathers. Use sequence_parallel=False"
-                )
 
     def leave_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """For a block that gathers its features itself, so that no row-parallel layer has scattered the tokens.
@@ -296,10 +284,7 @@ class _SequenceHooks:
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
     def scatter_before_layers(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.inside:
-            return args, kwargs
-        parts = [scatter_sequence(x, self.group, SEQUENCE_DIM) for x in (*args, *kwargs.values())]  # x alone
-        return tuple(parts[: len(args)]), dict(zip(kwargs, parts[len(args) :], strict=True))
+        return (args, kwargs) if self.inside else _with_first(scatter_sequence, self.group, args, kwargs)
 
     def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self.group.size > 1:

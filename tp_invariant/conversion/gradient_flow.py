@@ -136,10 +136,6 @@ def _inputs(node: Any) -> list[Any]:
     return [before for before, _ in node.next_functions if before is not None]
 
 
-def _parameter_of(node: Any) -> Tensor | None:
-    return getattr(node, "variable", None)  # AccumulateGrad's
-
-
 def incomplete_gradients(
     outputs: Iterable[Tensor], sharded: Mapping[int, bool], names: Mapping[int, str], inputs: Iterable[Tensor] = ()
 ) -> list[str]:
@@ -166,7 +162,7 @@ def incomplete_gradients(
             stack.append((node, True))
             stack += [(other, False) for other in before if other not in states]
             continue
-        parameter = _parameter_of(node)
+        parameter = getattr(node, "variable", None)  # AccumulateGrad's
         if parameter is not None:
             known = sharded.get(id(parameter))
             states[node] = UNKNOWN if known is None else PART if known else WHOLE
@@ -197,9 +193,8 @@ def _whole_parameters(node: Any, states: Mapping[Any, str], names: Mapping[int, 
     owners, stack, seen = [], [node], {node}
     while stack:
         node = stack.pop()
-        parameter = _parameter_of(node)
-        if parameter is not None and id(parameter) in names:
-            owners.append(names[id(parameter)])
+        name = names.get(id(getattr(node, "variable", None)))
+        owners += [] if name is None else [name]
         for other in _inputs(node):
             state = states.get(other)
             if other not in seen and (state == WHOLE or (isinstance(state, tuple) and WHOLE in state)):

@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,7 @@ from ..core.torch_private import tree
 from ..gemm.weights import weight_cache
 from ..hugging_face.experts import use_own_code
 from ..layers.linear import Linear
-from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import ShardedModule, named_shard_specs
-from ..layers.vocab_embedding import VocabParallelEmbedding
 from .gradient_flow import IncompleteGradient, check_gradient_flow
 
 _EPS, _LARGEST = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).max
@@ -182,9 +180,8 @@ def _expected(module: nn.Module, full: Tensor, shape: torch.Size, group: Group) 
     code may have the features in any order.
     """
     if isinstance(module, Linear) and module.parallel_mode == "column" and not module.gather_output:
-        stride = module.partition_stride if module.partition_sizes is None else module.partition_sizes
-        return shard(full, dim=-1, rank=module.group.rank, world=module.group.size, stride=stride)
-    if isinstance(module, (ShardedModule, Linear, ParallelNorm, VocabParallelEmbedding)):
+        return shard(full, dim=-1, rank=group.rank, world=group.size, stride=module.shard_spec("weight").stride)
+    if isinstance(module, ShardedModule):
         return _part_of(full, shape, group)
     return full if full.shape == shape else None
 
@@ -204,18 +201,10 @@ def _difference(value: Tensor, exact: Tensor, least: float = 0.0) -> float:
     return error / size if size else float(error > 0)
 
 
-class Mismatch(NamedTuple):
-    name: str
-    error: float
-    limit: float
-
-    def __str__(self) -> str:
-        return f"{self.name} is off by {self.error:.2%} (rounding would be at most {self.limit:.2%})"
-
-
-def _judge(name: str, error: float, plain_error: float) -> list[Mismatch]:
+def _judge(name: str, error: float, plain_error: float) -> dict[str, str]:
+    """{name: by how much it is off}, {} if that may be rounding."""
     limit = max(MAX_ERROR_RATIO * plain_error, FLOOR)
-    return [] if error <= limit else [Mismatch(name, error, limit)]
+    return {} if error <= limit else {name: f"{name} is off by {error:.2%} (rounding would be at most {limit:.2%})"}
 
 
 def _expected_outputs(
@@ -231,11 +220,11 @@ def _expected_outputs(
                 yield name, index, x, want
 
 
-def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> list[Mismatch]:
-    wrong: list[Mismatch] = []
+def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) -> dict[str, str]:
+    wrong: dict[str, str] = {}
     for name, index, mine, want in _expected_outputs(model, ours, exact, group):
         rounding = _difference(plain.seen[name][index], exact.seen[name][index])
-        wrong += _judge(f"the output of {name}", _difference(mine, want), rounding)
+        wrong |= _judge(f"the output of {name}", _difference(mine, want), rounding)
     for index, (mine, near, full) in enumerate(zip(ours.outputs, plain.outputs, exact.outputs, strict=True)):
         part = _part_of(full, mine.shape, group)
         which = f"output {index} of the model" if len(exact.outputs) > 1 else "the model's output"
@@ -244,19 +233,19 @@ def _wrong_outputs(model: nn.Module, ours: Run, plain: Run, exact: Run, group: G
                 f"{which} has shape {tuple(mine.shape)} by the plan over {group.size} ranks, and without it "
                 f"{tuple(full.shape)}"
             )
-        wrong += _judge(which, _difference(mine, part), _difference(near, full))
+        wrong |= _judge(which, _difference(mine, part), _difference(near, full))
     return wrong
 
 
-def _wrong_grads(ours: Run, plain: Run, exact: Run) -> list[Mismatch]:
+def _wrong_grads(ours: Run, plain: Run, exact: Run) -> dict[str, str]:
     """In the order of backward: a wrong gradient first appears nearest to the model's output."""
     everything = torch.cat([grad.flatten() for grad in exact.grads.values()]) if exact.grads else torch.zeros(1)
     least = SMALL * float(everything.square().mean().sqrt())
     position = {name: place for place, name in enumerate(exact.seen)}
-    wrong: list[Mismatch] = []
+    wrong: dict[str, str] = {}
     for name in sorted(exact.grads, key=lambda name: -position.get(name.rpartition(".")[0], -1)):
         full = exact.grads[name]
-        wrong += _judge(name, _difference(ours.grads[name], full, least), _difference(plain.grads[name], full, least))
+        wrong |= _judge(name, _difference(ours.grads[name], full, least), _difference(plain.grads[name], full, least))
     return wrong
 
 
@@ -298,12 +287,12 @@ def _verdict(model: nn.Module, ours: Run, plain: Run, exact: Run, group: Group) 
     outputs, grads = _wrong_outputs(model, ours, plain, exact, group), _wrong_grads(ours, plain, exact)
     if not outputs and not grads:
         return ""
-    lines = []
+    first = next(iter((outputs or grads).values()))
     if outputs:
-        lines.append(f"{outputs[0]}. {_OUTPUT_HINT}")
+        lines = [f"{first}. {_OUTPUT_HINT}"]
     else:
-        lines.append(f"outputs are right; the gradient of {grads[0]}.{'' if ours.incomplete else _GRAD_HINT}")
-    rest = [w.name for w in (grads if outputs else grads[1:])]
+        lines = [f"outputs are right; the gradient of {first}.{'' if ours.incomplete else _GRAD_HINT}"]
+    rest = list(grads)[0 if outputs else 1 :]
     if rest:
         shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
         lines.append(f"also wrong: the gradients of {shown}")
@@ -377,11 +366,6 @@ def difference_by_plan(model: nn.Module, convert: Convert, example_inputs: Any, 
         convert(on_one, alone)
         place = _other_bytes(twin, ours, _run(on_one, example, torch.float32, exact, alone), group)
         return place and f"{_BYTES} {place} has other bytes. {_BYTES_HINT}"
-
-
-def digest_of_tensors(example_inputs: Any) -> str:
-    """For ranks to compare what they were given."""
-    return digest([leaf for _, leaf in leaves(example_inputs) if isinstance(leaf, Tensor)])
 
 
 def check_plan(model: nn.Module, convert: Convert, example_inputs: Any, group: Group) -> None:

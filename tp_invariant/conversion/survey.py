@@ -8,11 +8,10 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.collectives import Group
-from ..core.dtensors import local_of, sharded_already
-from ..core.module_hooks import has_own_forward
+from ..core.dtensors import sharded_already
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import experts_of, problem_with_experts
@@ -40,15 +39,6 @@ _Kind = TypeVar("_Kind", bound=nn.Module)
 SEQUENCE_DIM = 1  # of [B, S, H], between decoder layers
 
 
-class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
-    """A VocabParallelEmbedding whose output is multiplied by `scale_by`, rounded to the weight's dtype (Gemma's)."""
-
-    scale_by = 1.0
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * local_of(self.weight).new_tensor(self.scale_by)
-
-
 @dataclass(frozen=True)
 class Stack:
     """Where the decoder layers are: `prefix` of their names ("model.layers."), and the norm after them."""
@@ -61,12 +51,9 @@ class Stack:
     def find(cls, modules: Mapping[str, nn.Module]) -> Stack | None:
         stacks = []
         for name, module in modules.items():
-            layers, norm, dot = (
-                getattr(module, "layers", None),
-                getattr(module, "norm", None),
-                f"{name}." if name else "",
-            )
+            layers, norm = getattr(module, "layers", None), getattr(module, "norm", None)
             if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
+                dot = f"{name}." if name else ""
                 stacks.append(cls(f"{dot}layers.", layers, f"{dot}norm"))
         return stacks[0] if len(stacks) == 1 else None
 
@@ -140,16 +127,19 @@ class Survey:
                 self._survey_module(name, module)
             except Exception as error:  # the survey of a module may run foreign code
                 self._problem(name, f"{type(module).__name__} was not understood: {type(error).__name__}: {error}")
-        self._check_ties()
         self._check_config()
         if not self.problems:
             self.layers = {name: make() for name, make in self.swaps.items()}
             self.layers |= {name: parts_on_meta(self.group, dims) for name, dims in self.shards.items()}
 
+    def _linears(self, mode: str) -> dict[str, dict[str, Any]]:
+        """{name: options of tpi.Linear} of what the plan makes column-parallel, or row-parallel."""
+        return {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == mode}
+
     def _plan_blocks(self) -> None:
-        columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
         if self.stack is None:
             return
+        columns, rows = self._linears("column"), self._linears("row")
         mixtures = {name for name in self.mixtures if name.startswith(self.stack.prefix)}
         blocks = {name.rpartition(".")[0] for name in columns if name.startswith(self.stack.prefix)} | mixtures
         self.unsharded = frozenset(self._unsharded_blocks(self.stack))
@@ -160,12 +150,10 @@ class Survey:
                     name, "has column-parallel layers or experts itself: sequence_parallel needs them in a submodule"
                 )
         self.blocks = tuple(sorted(n for n in blocks if not any(n.startswith(f"{other}.") for other in blocks)))
-        rows = [n for n, part in self.parts.items() if part.linear_options().get("parallel_mode") == "row"]
         sharded = [*rows, *(name for name, options in columns.items() if not options.get("gather_output"))]
         within = tuple(f"{block}." for block in self.blocks)
-        if all(
-            row.startswith(within) for row in rows if row.startswith(self.stack.prefix)
-        ):  # none takes a block's output
+        # no row-parallel layer takes a block's output
+        if all(row.startswith(within) for row in rows if row.startswith(self.stack.prefix)):
             self.whole_blocks = frozenset(n for n in self.blocks if not any(s.startswith(f"{n}.") for s in sharded))
         # experts put out all tokens, and so do row-parallel layers beside them
         self.whole_blocks |= mixtures | self.unsharded
@@ -206,10 +194,7 @@ class Survey:
     def _plan_ties(self) -> None:
         """An embedding that shares its weight with a column-parallel output layer is sharded with it."""
         sharded = {
-            id(linear.weight)
-            for name, part in self.parts.items()
-            if part.linear_options().get("parallel_mode") == "column"
-            and isinstance(linear := self.modules[name], nn.Linear)
+            id(linear.weight) for name in self._linears("column") if isinstance(linear := self.modules[name], nn.Linear)
         }
         for name, module in self.modules.items():
             if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
@@ -217,13 +202,10 @@ class Survey:
 
     def _plan_parameters(self) -> None:
         """Finds how the parameters are sharded that the plan names themselves; experts shard their own."""
-        parameters = self._own_parameters()
-        holders: dict[int, list[str]] = {}
-        for name, parameter in parameters.items():
-            holders.setdefault(id(parameter), []).append(name)
         for name, part in self.parameter_parts.items():
             owner, _, key = name.rpartition(".")
-            module, parameter = self.modules[owner], parameters[name]
+            module = self.modules[owner]
+            parameter = module.get_parameter(key)
             if owner in self.experts:
                 continue
             if type(module) in (nn.Linear, nn.Embedding) or is_norm(module) or isinstance(module, ShardedModule):
@@ -231,9 +213,6 @@ class Survey:
             elif part.style not in PARAMETER_STYLES or part != Part(part.style):
                 styles = ", ".join(PARAMETER_STYLES)
                 self._problem(name, f"{part} is not supported for a parameter; supported are the styles {styles}")
-            elif len(holders[id(parameter)]) > 1:
-                others = ", ".join(other for other in holders[id(parameter)] if other != name)
-                self._problem(name, f"is {others} too: a parameter that modules share cannot be sharded by itself")
             elif not parameter.dim():
                 self._problem(name, "has no dim: it cannot be sharded")
             else:
@@ -320,12 +299,6 @@ class Survey:
             self._problem(name, f"{type(module).__name__} has parameters and would see this rank's tokens only")
         if _is_activation(module):
             self.activations.append(name)
-        if name in self.swaps and has_own_forward(module):
-            self._problem(
-                name,
-                "has a forward of its own, given to this module and not to its class, which would be called in place "
-                "of the layer's: give it afterwards, or derive a class",
-            )
 
     def _problem(self, name: str, text: str) -> None:
         self.problems.append(f"{name or type(self.model).__name__}: {text}")
@@ -413,11 +386,9 @@ class Survey:
         self._divides(name, "num_embeddings", embedding.num_embeddings, 1 if group is None else group.size)
 
         def make() -> ShardedModule:
-            if scale is None:
-                return VocabParallelEmbedding._on_meta(embedding, tp_group=group)
-            scaled = ScaledVocabParallelEmbedding._on_meta(embedding, tp_group=group)
-            scaled.scale_by = scale
-            return scaled
+            layer = VocabParallelEmbedding._on_meta(embedding, tp_group=group)
+            layer.scale_by = scale
+            return layer
 
         self.swaps[name] = make
 
@@ -478,44 +449,14 @@ class Survey:
 
     # --- the whole model
 
-    def _check_ties(self) -> None:
-        """Modules that share a parameter must shard it alike."""
-        users: dict[int, list[str]] = {}
-        for name, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
-                users.setdefault(id(parameter), []).append(name)
-        for names in users.values():
-            dims = {name: self._sharded_dim(name) for name in names}
-            if len(set(dims.values())) > 1:
-                self.problems.append(f"{' and '.join(names)} share a parameter but not the way it is sharded")
-
-    def _sharded_dim(self, name: str) -> Any:
-        part = self.parts.get(name, Part("replicate"))
-        if part.style == EMBEDDING_STYLE:
-            return 0, 1
-        options = part.linear_options()
-        if "parallel_mode" not in options:
-            return None
-        stride = options.get("partition_sizes", options.get("partition_stride", 1))
-        return 0 if options["parallel_mode"] == "column" else 1, stride
-
     def _check_config(self) -> None:
         if not self.is_hugging_face:
             return
-        columns = {n: o for n, p in self.parts.items() if (o := p.linear_options()).get("parallel_mode") == "column"}
-        parents = {
-            name: self.modules[name.rpartition(".")[0]] for name, o in columns.items() if not o.get("gather_output")
-        }
-        of_heads = [name for name, parent in parents.items() if hugging_face.is_attention(parent)]
+        sharded = [name for name, options in self._linears("column").items() if not options.get("gather_output")]
+        of_heads = [name for name in sharded if hugging_face.is_attention(self.modules[name.rpartition(".")[0]])]
         if problem := hugging_face.problem_with(self.config, self.model):
             self.attention_stays = not of_heads  # every rank computes the same for all heads
             self.problems += [problem] if of_heads else []
-        for name, value in vars(self.config).items():
-            if "capacity" in name and isinstance(value, (int, float)) and value > 0:
-                self.problems.append(
-                    f"config.{name}={value}: experts that drop the tokens beyond a capacity are not supported, "
-                    "only such as take every token that the router sends them"
-                )
         if any(self.parts[name].style == "colwise" for name in of_heads):
             for name in ("num_attention_heads", "num_key_value_heads"):
                 for heads in sorted(hugging_face.config_values(self.config, name)):

@@ -11,7 +11,6 @@ import gc
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +61,15 @@ def _places_of(model: nn.Module, layers: Mapping[str, ShardedModule]) -> Places:
 
 def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], group: Group) -> list[str]:
     """Why modules of `model` cannot become `layers` where they stand, one line each; [] if they can."""
-    problems = []
+    problems = _problems_of_ties(model, layers)
     for name, layer in layers.items():
         module = model.get_submodule(name)
         kind = type(module)
+        if has_own_forward(module) and not layer.derived_by:  # else the module's own code stays
+            problems.append(
+                f"{name or kind.__name__}: has a forward of its own, given to this module and not to its class, which "
+                "would be called in place of the layer's: give it afterwards, or derive a class"
+            )
         for key in layer.SHARDED_PARAMETERS:
             if layer._parameters.get(key) is not None and module._parameters.get(key) is None:
                 problems.append(
@@ -85,62 +89,38 @@ def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], gro
                 f"{name}: has hooks, and a DTensor takes its place, which would not have them: register them "
                 "afterwards, or give a ProcessGroup (mesh.get_group())"
             )
-    return problems
+    return problems + _live_graphs(_places_of(model, layers))
 
 
-def held_elsewhere(model: nn.Module, layers: Mapping[str, ShardedModule], group: Group) -> list[str]:
-    """What this process has besides `model` that would go on with parameters and modules as they were; one line each.
+def _problems_of_ties(model: nn.Module, layers: Mapping[str, ShardedModule]) -> list[str]:
+    """Modules that share a parameter must shard it alike."""
+    dims: dict[int, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        layer = layers.get(name)
+        for key, parameter in module.named_parameters(recurse=False):
+            spec = None if layer is None or key not in layer.SHARDED_PARAMETERS else layer.shard_spec(key)
+            sharded = spec is not None and spec.dim is not None and spec.group.size > 1
+            dims.setdefault(id(parameter), {})[name] = (spec.dim, spec.stride) if spec and sharded else None
+    return [
+        f"{' and '.join(by_name)} share a parameter but not the way it is sharded"
+        for by_name in dims.values()
+        if len(set(by_name.values())) > 1
+    ]
 
-    Autograd graphs and optimizers' states are of whole parameters, which end where ranks get parts of them.
-    """
-    cut = {key: place for key, place in _places_of(model, layers).items() if place.is_cut and group.mesh is None}
-    changed = {id(p): name for name, p in model.named_parameters() if group.mesh is not None or id(p) in cut}
-    own = {id(module) for module in model.modules()}
-    modules = {name: model.get_submodule(name) for name in layers}
-    kinds = {id(module): (name, type(module)) for name, module in modules.items()}
-    own_forwards = {id(vars(module).get("forward")) for module in modules.values()}
 
-    def lines_of(thing: Any) -> Iterator[str]:
-        kind = type(thing)
-        if kind is MethodType:
-            name, kind_of_self = kinds.get(id(thing.__self__), ("", nn.Module))
-            if thing.__func__ is kind_of_self.forward and id(thing) not in own_forwards:
-                yield (
-                    f"{name}: its method {kind.__name__} {thing.__func__.__qualname__} is held somewhere, and would "
-                    "compute with a part of the parameters what it computed before: hold and call the module itself"
-                )
-        elif issubclass(kind, nn.Module) and id(thing) not in own:
-            held = thing.__dict__.get("_parameters")
-            for key, value in held.items() if isinstance(held, dict) else ():
-                if value is not None and id(value) in changed:
-                    yield (
-                        f"{changed[id(value)]}: is also {kind.__name__}.{key} of a module outside of the model, which "
-                        "would no longer be tied to it: give parallelize the model that holds both"
-                    )
-        elif issubclass(kind, Optimizer):
-            state = thing.__dict__.get("state")
-            for parameter, values in state.items() if isinstance(state, dict) else ():
-                if id(parameter) in cut and values:
-                    yield (
-                        f"{cut[id(parameter)].name}: {kind.__name__} has state for the whole parameter "
-                        f"({', '.join(map(str, values))}): convert the model before its first step, or delete it and "
-                        "make another one afterwards"
-                    )
+def _live_graphs(places: Places) -> list[str]:
+    """Autograd graphs that are alive are of whole parameters, which end where ranks get parts of them."""
 
     def lines() -> list[str]:
-        in_graphs = [
+        return [
             f"{place.name}: is in an autograd graph that is alive, whose backward needs the whole parameter: delete "
             "the outputs and losses of earlier forwards (del loss), or run such forwards under torch.no_grad()"
-            for place in cut.values()
-            if is_in_graph(place.parameter)
+            for place in places.values()
+            if place.is_cut and place.spec.group.mesh is None and is_in_graph(place.parameter)
         ]
-        # isinstance would call a proxy's __class__
-        things = (thing for thing in gc.get_objects() if issubclass(type(thing), (MethodType, nn.Module, Optimizer)))
-        return in_graphs + sorted({line for thing in things for line in lines_of(thing)})
 
-    if not lines():
-        return []
-    gc.collect()  # some of them may be unreachable
+    if lines():
+        gc.collect()  # the graph may be unreachable
     return lines()
 
 
@@ -229,6 +209,7 @@ def _placed(place: Place) -> nn.Parameter:
             result.grad = spec.placed(part_of_grad)
         parameter.replaced_by = name, result  # type: ignore[attr-defined]
     elif place.is_cut:
+        parameter.cut_as = name, full.shape  # type: ignore[attr-defined]
         parameter.data = part
         if grad is not None and part_of_grad is not None:
             grad.data = part_of_grad
@@ -238,8 +219,8 @@ def _placed(place: Place) -> nn.Parameter:
     return result
 
 
-def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises: RuntimeError: the optimizer has a parameter in whose place there is a DTensor now."""
+def _refuse_former(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises: RuntimeError: the optimizer has a parameter in whose place is a DTensor, or state for a whole one."""
     if torch.compiler.is_compiling():
         return
     for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
@@ -250,9 +231,17 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "nothing. Make the optimizer after that, of model.parameters(), or convert the model over a "
                 "ProcessGroup (mesh.get_group()), where parameters stay the same objects"
             )
+        name, shape = vars(parameter).get("cut_as", ("", parameter.shape))
+        state = optimizer.state.get(parameter, {}).items() if shape != parameter.shape else ()
+        if whole := [str(key) for key, value in state if isinstance(value, Tensor) and value.shape == shape]:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has state for the whole parameter {name} of shape {tuple(shape)} "
+                f"({', '.join(whole)}), of which this rank has a part of shape {tuple(parameter.shape)} since the "
+                "model was converted: convert it before the optimizer's first step, or make another one afterwards"
+            )
 
 
-register_optimizer_step_pre_hook(_refuse_replaced)
+register_optimizer_step_pre_hook(_refuse_former)
 
 
 # --- undoing ----------------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
     """
 
     SHARDED_PARAMETERS: tuple[str, ...] = ("weight",)
+    scale_by: float | None = None  # what the rows are multiplied by, rounded to the weight's dtype (Gemma's)
 
     def __init__(
         self,
@@ -177,7 +178,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
             ValueError: a sequence_dim that ids do not have, or whose size the degree does not divide.
         """
         with inside_a_layer():
-            return self._forward(input)
+            y = self._forward(input)
+        return y if self.scale_by is None else y * local_of(self.weight).new_tensor(self.scale_by)
 
     def _forward(self, ids: Tensor) -> Tensor:
         refuse_dtensor(ids, "ids of a VocabParallelEmbedding")

@@ -29,7 +29,7 @@ from ..consistency.agreement import numbers_given_back, share_error
 from ..consistency.same_weights import check_same_model
 from ..core.dtensors import sharded_already
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..core.module_hooks import has_own_forward, with_key
+from ..core.module_hooks import with_key
 from ..layers.in_place import all_or_nothing, convert, problems_in_place
 from ..layers.linear import Linear
 from ..layers.parallel_norm import ParallelNorm
@@ -228,5 +228,3 @@ def _check_module(style: Any, module: nn.Module, group: Group) -> None:
         raise ValueError(f"{what}: the module is a layer of this library already; apply one style to it, once")
     if already := sharded_already(module):
         raise ValueError(f"{what}: {already}")
-    if has_own_forward(module):
-        raise ValueError(f"{what}: the module has a forward of its own, made for what it was: give it afterwards")
