@@ -166,7 +166,25 @@ KNOWN = {
     "Gemma's": (Own(lambda x, w: rms(x, 1e-6) * (1 + w)), ("RMSNorm", True, 1e-6)),
     "Cohere's": (Own(lambda x, w: w * F.layer_norm(x, (16,), None, None, 1e-6)), ("LayerNorm", False, 1e-6)),
 }
+
+
+class Counting(Own):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class WithDropout(Own):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+counting = Counting(lambda x, w: w * rms(x, 1e-6))
+counting.calls = 0
 UNKNOWN = {
+    "counting its calls": counting,
+    "of clamped rows": Own(lambda x, w: w * rms(x.clamp(-9, 9), 1e-6)),
+    "with dropout, in evaluation": WithDropout(lambda x, w: w * rms(x, 1e-6)).eval(),
     "another eps": Own(lambda x, w: w * rms(x, 1e-5)),
     "no norm": Own(lambda x, w: w * x),
     "gated": Own(lambda x, w: w * rms(x, 1e-6) * x.sigmoid()),

@@ -44,6 +44,7 @@ from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_replicas_of
 from ..layers.in_place import all_or_nothing, convert, problems_in_place
+from ..layers.parameters import ShardedModule
 from ..layers.replicate import place_whole
 from .gradient_flow import FirstForward, check_mask
 from .plan_check import check_plan
@@ -144,7 +145,8 @@ def parallelize(
         f"{type(model).__name__} cannot be made tensor-parallel over {survey.group.size} ranks; nothing was "
         "changed:\n" + "\n".join(f"  {problem}" for problem in survey.problems)
     )
-    if survey.distributed:  # ranks hold different parts of the model, so weights cannot be compared
+    twice = survey.problems and any(isinstance(module, ShardedModule) for module in model.modules())
+    if survey.distributed or twice:  # ranks hold different parts of the model, so weights cannot be compared
         share_error(error, everyone, torch.device("cpu"), set())
     else:
         check_same_model(model, everyone, facts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..comm.collectives import Group
@@ -105,7 +106,13 @@ class Survey:
         if self.distributed:
             self.problems.append(self.distributed)
             return
-        resolved, unused = resolve(plan, {**self._own_parameters(), **self.modules})
+        first = {id(module): name for name, module in self.modules.items()}
+        every = dict(self.model.named_modules(remove_duplicate=False))  # also further names of shared modules
+        resolved, unused = resolve(plan, {**self._own_parameters(), **every})
+        for name in sorted((every.keys() - self.modules.keys()) & resolved.keys()):
+            part, known = resolved.pop(name), first[id(every[name])]
+            if resolved.setdefault(known, part) != part:
+                self._problem(name, f"is {known}, too, of which the plan asks {resolved[known].style!r}")
         self.parts = {name: part for name, part in resolved.items() if name in self.modules}
         self.parameter_parts = {name: part for name, part in resolved.items() if name not in self.modules}
         if not self.own_plan:
@@ -486,11 +493,27 @@ def _is_activation(module: nn.Module) -> bool:
 
 
 def _scale_of(embedding: nn.Embedding) -> float | None:
-    """The embed_scale of an embedding class that returns embed_scale times the rows, found by running it; else None."""
-    scale = getattr(embedding, "embed_scale", None)
-    if scale is None:
+    """The embed_scale of an embedding class that returns embed_scale times the rows and does nothing else; else None.
+
+    Found by running a copy of a few rows, in training and in evaluation.
+    """
+    scale: Any = getattr(embedding, "embed_scale", None)
+    arguments = inspect.signature(embedding.forward).parameters
+    if scale is None or isinstance(scale, nn.Parameter) or len(arguments) != 1 or embedding._modules:
         return None
-    weight = embedding.weight.detach()
-    ids = weight.new_zeros(1, dtype=torch.long).expand(2)
-    rows = F.embedding(ids, weight) * weight.new_tensor(float(scale))
-    return float(scale) if (embedding(ids) == rows).all() else None
+    if getattr(scale, "is_meta", False):  # a buffer without a value, of which transformers has another copy
+        scale = getattr(embedding, "scalar_embed_scale", None)
+        if scale is None:
+            return None
+    twin, scale = copy.copy(embedding), float(scale)
+    rows = torch.randn(min(8, embedding.num_embeddings), embedding.embedding_dim, dtype=embedding.weight.dtype,
+                       generator=torch.Generator().manual_seed(0), device="cpu")  # fmt: skip
+    twin._parameters = {"weight": nn.Parameter(rows, requires_grad=False)}
+    twin._buffers = {
+        name: torch.full_like(buffer, scale, device="cpu") if buffer.is_meta else buffer.cpu()
+        for name, buffer in embedding._buffers.items()
+        if buffer is not None
+    }
+    ids, expected = torch.arange(len(rows)), rows * rows.new_tensor(scale)
+    alike = all(torch.equal(twin.train(training).forward(ids), expected) for training in (True, False))
+    return scale if alike else None

@@ -104,6 +104,11 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
+def former_class(derived: type) -> Any:
+    """The class that a module had before any of this file."""
+    return _history(derived)[0]
+
+
 def _history(derived: Any) -> list[Any]:
     """The class that a module had before any of this file, and the arguments of each `derived_class` since."""
     history: list[Any] = []

@@ -233,6 +233,11 @@ class ClipCall:
                 continue  # _check_dtensor would look at which other parameters are alive, on each rank by itself
             over = SINGLE_RANK
             try:
+                if (replaced := vars(p).get("replaced_by")) is not None:
+                    raise ValueError(
+                        f"parameter {index} is the former {replaced[0]}, in whose place the model has a DTensor since "
+                        "it was converted over a DeviceMesh: pass model.parameters() of now"
+                    )
                 if (carried := carried_group(p)) is not None:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)

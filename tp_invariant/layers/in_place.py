@@ -78,7 +78,7 @@ def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], gro
                 )
         own = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
         for key, value in {**_state_of(layer), **layer._modules}.items():
-            if not _same(own.get(key, value), value) or (hasattr(kind, key) and not hasattr(layer, key)):
+            if not _same(own.get(key, value), value) or (hasattr(kind, key) and not hasattr(type(layer), key)):
                 problems.append(
                     f"{name}: {kind.__name__} has an attribute `{key}` of its own, and the {type(layer).__name__} that "
                     "it becomes needs that name: rename it"
@@ -89,6 +89,15 @@ def problems_in_place(model: nn.Module, layers: Mapping[str, ShardedModule], gro
                 f"{name}: has hooks, and a DTensor takes its place, which would not have them: register them "
                 "afterwards, or give a ProcessGroup (mesh.get_group())"
             )
+    plain = {id(p): name for name, p in model.named_parameters() if group.mesh is not None and not is_dtensor(p)}
+    for name, module in model.named_modules() if plain else ():
+        for key, value in () if isinstance(module, nn.RNNBase) else vars(module).items():  # which reads its list anew
+            listed = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            if key != "_parameters" and (held := next((plain[id(x)] for x in listed if id(x) in plain), None)):
+                problems.append(
+                    f"{held}: is also in the attribute {key} of {name or type(model).__name__}, and a DTensor takes "
+                    "its place, which would not be: use a ParameterList, or give a ProcessGroup (mesh.get_group())"
+                )
     return problems + _live_graphs(_places_of(model, layers))
 
 

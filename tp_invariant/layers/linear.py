@@ -268,7 +268,7 @@ class Linear(ShardedModule, nn.Linear):
         The values depend on the seed and not on the degree; without init_method they equal nn.Linear's for the same
         seed. Use the same seed on all ranks.
         """
-        if self.weight.is_meta:
+        if self.weight.is_meta or self._reset_as_before():
             return
         with (
             full_initialisation(self.weight, (self.out_features, self.in_features), self.shard_spec("weight")) as full,

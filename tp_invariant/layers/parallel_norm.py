@@ -128,6 +128,8 @@ class ParallelNorm(ShardedModule):
 
     def reset_parameters(self) -> None:
         """weight one (zero when zero-centered), bias zero."""
+        if self._reset_as_before():
+            return
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -273,8 +275,9 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     """The ParallelNorm options (eps, normalization, zero_centered_gamma) that compute what `norm` does, else None.
 
     Found by running it, because every Hugging Face model has its own norm class: a float64 copy with random weights
-    gets random rows, which are so small that a wrong eps changes the result visibly. They have two dims before the last
-    one, because a norm over all dims but the first, or over dim 1, is one over the last dim where there are two.
+    gets random rows, in training and in evaluation: some so small that a wrong eps changes the result visibly, and some
+    so large that a clamp does. They have two dims before the last one, because a norm over all dims but the first, or
+    over dim 1, is one over the last dim where there are two. A norm that counts its calls is not recognised.
     """
     shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
     if "weight" not in shapes or len(shapes["weight"]) != 1:
@@ -294,15 +297,18 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     arguments = inspect.signature(norm.forward).parameters.values()
     if sum(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments) > 1:
         return None  # a gate, say, which it may do without
-    x = torch.randn(2, 3, size, generator=generator, dtype=torch.float64) * max(eps, 1e-12) ** 0.5 + eps**0.5
+    x = torch.randn(4, 3, size, generator=generator, dtype=torch.float64) * max(eps, 1e-12) ** 0.5 + eps**0.5
+    x[2:] *= 100 / max(eps, 1e-12) ** 0.5
     for name in shapes:
         # also of a user's own, which a norm that is recognised does not use
         twin.get_parameter(name).copy_(torch.randn(shapes[name], generator=generator, dtype=torch.float64))
+    before = [(name, value) for name, value in vars(twin).items() if isinstance(value, (int, float))]
     try:
-        y = twin(x)
+        ys = [twin.train(training)(x) for training in (True, False)]
     except Exception:  # it needs other arguments (a gate, say): foreign code may raise any exception
         return None
-    if not isinstance(y, Tensor) or y.shape != x.shape:
+    twin.train(norm.training)
+    if any(not isinstance(y, Tensor) or y.shape != x.shape for y in ys) or any(vars(twin)[n] != v for n, v in before):
         return None
     gamma, bias = twin.get_parameter("weight"), twin.get_parameter("bias") if "bias" in shapes else None
     for normalization in NORMALIZATIONS:
@@ -313,6 +319,6 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
             else:
                 expected = F.rms_norm(x, (size,), weight, eps)
                 expected = expected if bias is None else expected + bias
-            if torch.allclose(y.double(), expected, rtol=1e-3, atol=1e-4):  # they compute in fp32
+            if all(torch.allclose(y.double(), expected, rtol=1e-3, atol=1e-4) for y in ys):  # they compute in fp32
                 return dict(eps=eps, normalization=normalization, zero_centered_gamma=zero_centered)
     return None

@@ -11,6 +11,7 @@ a DeviceMesh they are DTensors on that mesh, whose placements say it:
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, gather_major, on_mesh, ranks_of, resolve_group
 from ..consistency.shards import note_conversion, note_source, source_of
+from ..core.derived_class import former_class
 from ..core.dtensors import check_placements, is_dtensor, local_of
 from ..core.layout import Stride, shard, unshard
 from ..core.pieces import offer_pieces
@@ -284,6 +286,39 @@ class ShardedModule(KeepsAttributes):
                 if spec.dim is not None:
                     note_source(getattr(self, name), whole)
         return self.train(full.training)
+
+    def _reset_as_before(self) -> bool:
+        """Calls the reset_parameters of a user's own class that became this layer, with whole tensors in their places.
+
+        False if there is none. What it does not fill stays.
+        """
+        former: Any = former_class(type(self))
+        own = getattr(former, "reset_parameters", None)
+        parts = {name: p for name in self.SHARDED_PARAMETERS if (p := self._parameters.get(name)) is not None}
+        if own is None or issubclass(former, ShardedModule) or own.__module__.partition(".")[0] == "torch":
+            return False
+        if any(part.is_meta for part in parts.values()):
+            return False
+        specs = {name: self.shard_spec(name) for name in parts}
+        try:
+            for name, part in parts.items():
+                spec, local = specs[name], local_of(part)
+                shape = list(local.shape)
+                if spec.dim is not None:
+                    shape[spec.dim] = shape[spec.dim] * spec.group.size - spec.padding
+                self._parameters[name] = nn.Parameter(local.new_full(shape, math.nan), part.requires_grad)
+            own(self)
+            filled = {name: self.get_parameter(name) for name in parts}
+        finally:
+            self._parameters.update(parts)
+        for name, full in filled.items():
+            spec = specs[name]
+            if not full.isnan().all():
+                with torch.no_grad():
+                    local_of(parts[name]).copy_(spec.local(full))
+                if spec.dim is not None and spec.group.size > 1:
+                    note_source(parts[name], full)
+        return True
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """nn.Module's, and the parameter says what this module knows of it, whatever was there before, or nothing.

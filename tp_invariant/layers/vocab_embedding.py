@@ -161,7 +161,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
 
         The values depend on the seed and not on the degree or the padding. Use the same seed on all ranks.
         """
-        if self.weight.is_meta:
+        if self.weight.is_meta or self._reset_as_before():
             return
         shape = self.num_embeddings, self.embedding_dim
         with full_initialisation(self.weight, shape, self.shard_spec("weight")) as full, torch.no_grad():
