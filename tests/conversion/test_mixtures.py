@@ -368,7 +368,7 @@ def test_the_block_of_gpt_oss(gpt_oss, limit, fused):
         assert errors[0] <= max(2 * errors[1], 1e-6), (name, errors)
 
 
-def test_activations_are_known_by_their_values():
+def test_activations_of_torch_are_known_by_their_values():
     class SiLU(torch.nn.Module):
         """Not torch's, in spite of its name."""
 
@@ -386,5 +386,5 @@ def test_activations_are_known_by_their_values():
         twin = copy.deepcopy(model)
         twin.get_submodule(name).act_fn = act_fn
         found.append(tpi.parallelize(twin, None).get_submodule(name).activation)
-    assert found[1:3] == ["silu", "silu"]
-    assert type(found[0]) is SiLU and type(found[3]) is torch.nn.ReLU
+    assert found[2] == "silu", "torch's, by its values; a forward of the user's own is called"
+    assert type(found[0]) is SiLU and type(found[1]) is Swish and type(found[3]) is torch.nn.ReLU

@@ -248,6 +248,7 @@ def _refuse_former(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"({', '.join(whole)}), of which this rank has a part of shape {tuple(parameter.shape)} since the "
                 "model was converted: convert it before the optimizer's first step, or make another one afterwards"
             )
+        vars(parameter).pop("cut_as", None)  # state of later steps may be of any shape
 
 
 register_optimizer_step_pre_hook(_refuse_former)
