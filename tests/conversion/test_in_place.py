@@ -294,6 +294,9 @@ def refusals(tp_group: Any) -> Any:
     in_graph = text_of(model)
     del loss
     model = Net()
+    model.method = model.up.forward
+    by_method = text_of(model)
+    model = Net()
     model.norm.heads = 2
     model.up.register_buffer("group", torch.zeros(2))
     by_name = text_of(model)
@@ -301,11 +304,12 @@ def refusals(tp_group: Any) -> Any:
     model = nn.Sequential(nn.Linear(4, 8))
     nn.utils.parametrizations.weight_norm(model[0])
     computed = text_of(model, {"0": "colwise"})
-    return in_graph, by_name, computed
+    return in_graph, by_method, by_name, computed
 
 
 def test_what_cannot_stay_is_refused_before_anything_is_touched():
     always = (
+        "up: its method forward is held somewhere",
         "norm: CentredNorm has an attribute `heads` of its own, and the ParallelNorm that it becomes needs that name",
         "0: its weight is no parameter but computed",
     )

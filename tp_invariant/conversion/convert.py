@@ -43,7 +43,7 @@ from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_replicas_of
-from ..layers.in_place import all_or_nothing, convert, problems_in_place
+from ..layers.in_place import all_or_nothing, convert, held_outside, problems_in_place
 from ..layers.parameters import ShardedModule
 from ..layers.replicate import place_whole
 from .gradient_flow import FirstForward, check_mask
@@ -129,7 +129,7 @@ def parallelize(
 
     survey = survey_of(model, gemm_fn)
     if not survey.problems:
-        survey.problems += problems_in_place(model, survey.layers, group)
+        survey.problems += problems_in_place(model, survey.layers, group) + held_outside(model, survey.layers, group)
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
     facts = {

@@ -11,6 +11,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +132,33 @@ def _live_graphs(places: Places) -> list[str]:
     if lines():
         gc.collect()  # the graph may be unreachable
     return lines()
+
+
+def held_outside(model: nn.Module, layers: Mapping[str, ShardedModule], group: Group) -> list[str]:
+    """What this process has besides `model` that would go on with its whole parameters; one line each."""
+    cut = {key for key, place in _places_of(model, layers).items() if place.is_cut}
+    changed = {id(p): name for name, p in model.named_parameters() if group.mesh is not None or id(p) in cut}
+    own = {id(module) for module in model.modules()}
+    converted = {id(model.get_submodule(name)): name for name in layers}
+    own |= {id(vars(module).get("forward")) for module in model.modules()}  # as accelerate leaves it
+
+    def lines() -> Iterator[str]:
+        for thing in gc.get_objects():
+            kind = type(thing)  # isinstance would call a proxy's __class__
+            if kind is MethodType and (name := converted.get(id(thing.__self__))) is not None:
+                if thing.__func__ is type(thing.__self__).forward and id(thing) not in own:
+                    yield f"{name}: its method forward is held somewhere, and is not the layer's: hold the module"
+            elif issubclass(kind, nn.Module) and id(thing) not in own:
+                for key, value in (thing.__dict__.get("_parameters") or {}).items():
+                    if id(value) in changed:
+                        yield (
+                            f"{changed[id(value)]}: is also {kind.__name__}.{key} of a module outside of the model, "
+                            "which would no longer be tied to it: give parallelize the model that holds both"
+                        )
+
+    if any(lines()):
+        gc.collect()  # what is found may be unreachable
+    return sorted(set(lines()))
 
 
 def is_in_graph(parameter: Tensor) -> bool:
