@@ -260,7 +260,8 @@ def _refuse_former(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raises: RuntimeError: the optimizer has a parameter in whose place is a DTensor, or state for a whole one."""
     if torch.compiler.is_compiling():
         return
-    for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
+    parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
+    for parameter in parameters:
         if (replaced := vars(parameter).get("replaced_by")) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has the former {replaced[0]} of shape {tuple(parameter.shape)}, in whose "
@@ -268,15 +269,28 @@ def _refuse_former(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "nothing. Make the optimizer after that, of model.parameters(), or convert the model over a "
                 "ProcessGroup (mesh.get_group()), where parameters stay the same objects"
             )
-        name, shape = vars(parameter).get("cut_as", ("", parameter.shape))
-        state = optimizer.state.get(parameter, {}).items() if shape != parameter.shape else ()
-        if whole := [str(key) for key, value in state if isinstance(value, Tensor) and value.shape == shape]:
+    cut = {parameter: vars(parameter)["cut_as"] for parameter in parameters if "cut_as" in vars(parameter)}
+    if not cut:
+        return
+    part_in_all = sum(parameter.numel() for parameter in parameters)
+    whole_in_all = part_in_all + sum(shape.numel() - parameter.numel() for parameter, (_, shape) in cut.items())
+    for parameter in parameters:
+        name, shape = cut.get(parameter, (next(iter(cut.values()))[0], parameter.shape))
+        former = _shapes_of_state(shape, whole_in_all) - _shapes_of_state(parameter.shape, part_in_all)
+        state = optimizer.state.get(parameter, {}).items()
+        if whole := [str(key) for key, value in state if isinstance(value, Tensor) and value.shape in former]:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has state for the whole parameter {name} of shape {tuple(shape)} "
-                f"({', '.join(whole)}), of which this rank has a part of shape {tuple(parameter.shape)} since the "
-                "model was converted: convert it before the optimizer's first step, or make another one afterwards"
+                f"{type(optimizer).__name__} has state for the whole parameter {name} ({', '.join(whole)}), of which "
+                "this rank has a part since the model was converted: convert it before the optimizer's first step, or "
+                "make another one afterwards"
             )
-        vars(parameter).pop("cut_as", None)  # state of later steps may be of any shape
+    for parameter in cut:
+        del parameter.cut_as  # state of later steps may be of any shape
+
+
+def _shapes_of_state(shape: torch.Size, in_all: int) -> set[tuple[int, ...]]:
+    """Of a parameter's element, of its rows or columns (Adafactor), and of all elements of all parameters (LBFGS)."""
+    return {tuple(shape), tuple(shape[:-1]), (*shape[:-2], *shape[-1:]), (in_all,)}
 
 
 register_optimizer_step_pre_hook(_refuse_former)
