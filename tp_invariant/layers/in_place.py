@@ -290,7 +290,8 @@ def _refuse_former(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _shapes_of_state(shape: torch.Size, in_all: int) -> set[tuple[int, ...]]:
     """Of a parameter's element, of its rows or columns (Adafactor), and of all elements of all parameters (LBFGS)."""
-    return {tuple(shape), tuple(shape[:-1]), (*shape[:-2], *shape[-1:]), (in_all,)}
+    rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
+    return {tuple(shape), tuple(rows), (*rows, 1), columns, (*shape[:-2], 1, *shape[-1:]), (in_all,)}
 
 
 register_optimizer_step_pre_hook(_refuse_former)
