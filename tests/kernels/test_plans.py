@@ -324,3 +324,12 @@ def test_a_plan_is_made_once_for_equal_arguments_and_none_is_a_plan(table):
     plan = plans.planned(lambda *sizes: made.append(sizes))
     assert plan(2, 3) is plan(2, 3) is plan(3, 2) is None
     assert made == [(2, 3), (3, 2)]
+
+
+def test_freed_memory_is_another_layout():
+    """As fully_shard frees it: no plan of a tensor that has memory launches a kernel on it."""
+    x = torch.zeros(16, 16)
+    before = plans.layouts(x)
+    x.untyped_storage().resize_(0)
+    assert plans.layouts(x) != before
+    assert plans.layouts(torch.zeros(16, 16)) == before

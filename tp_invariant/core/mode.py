@@ -7,6 +7,8 @@ from types import TracebackType
 
 import torch
 
+from .torch_private import environment
+
 MODE_VARIABLE = "TP_INVARIANT_MODE"
 ALIAS_VARIABLE = "NVTE_TP_INVARIANT_MODE"  # the name that Transformer Engine PR 2977 proposes
 CHECK_VARIABLE = "TP_INVARIANT_CHECK"
@@ -17,14 +19,12 @@ _VALUES = {"0": False, "1": True}
 _override: bool | None = None
 
 
-# The keys of the dict inside os.environ. Every call of a layer reads the variables, and reading that dict takes a tenth
-# of the time. Also, torch.compile treats os.environ as a constant but guards this dict, so a compiled graph notices a
-# change of the variable.
+# The keys of `environment`, the dict inside os.environ.
 _KEYS = {name: os.environ.encodekey(name) for name in (MODE_VARIABLE, ALIAS_VARIABLE, CHECK_VARIABLE)}
 
 
 def _read(variable: str) -> str | None:
-    text = os.environ._data.get(_KEYS[variable])  # type: ignore[attr-defined]
+    text = environment.get(_KEYS[variable])
     return text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
 
 

@@ -1,4 +1,4 @@
-"""Every private name of torch that this library uses. No other file uses any, which a test holds.
+"""Every private name of torch, and of Python, that this library uses. No other file uses any, which a test holds.
 
 `TABLE` says of each where torch has it and why no public name does. tests/core/test_torch_private.py says whether the
 installed torch has it. A name enters here when there is no public way, also no slower one.
@@ -8,6 +8,7 @@ This module imports nothing of this library, so that every wing may import it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -198,7 +199,15 @@ TABLE = (
     PrivateName(
         "accumulation_hooks_of", "torch.Tensor._post_accumulate_grad_hooks", "whether a parameter has such hooks"
     ),
+    PrivateName(
+        "environment",
+        "os._Environ._data",
+        "Python's: torch.compile takes os.environ for a constant, but guards this dict, so that compiled code notices "
+        "a change of the mode's variable",
+    ),
 )
+
+environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 
 
 # --- DTensors --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class NormCase(Case):
     features: int
     heads: int | None = None
 
-    def _data(self) -> dict[str, Tensor]:
+    def _inputs(self) -> dict[str, Tensor]:
         g, dtype = self.generator(), self.dtype
         shape = (self.tokens, self.features) if self.heads is None else (self.tokens, self.heads, self.features)
         data = {"weight": wide(self.features, generator=g, dtype=dtype)}
@@ -59,7 +59,7 @@ class NormCase(Case):
 
     def run(self, tp_group: Any) -> Results:
         group = resolve_group(tp_group)
-        data = {name: t.to(self.device) for name, t in self._data().items()}
+        data = {name: t.to(self.device) for name, t in self._inputs().items()}
         norm = ParallelNorm(
             self.features,
             normalization=self.normalization,
@@ -83,7 +83,7 @@ class NormCase(Case):
         return results | {f"d_{name}": grad for name, grad in full_grads(norm).items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        data = {name: t.to(self.device, dtype).requires_grad_() for name, t in self._data().items()}
+        data = {name: t.to(self.device, dtype).requires_grad_() for name, t in self._inputs().items()}
         x, weight, size = data["x"], data["weight"], (self.features,)
         if self.normalization == "RMSNorm":
             y = F.rms_norm(x, size, weight, 1e-6)
@@ -107,7 +107,7 @@ class EmbeddingCase(Case):
     def as_reference(self) -> EmbeddingCase:
         return self.with_(sequence_parallel=False)
 
-    def _data(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         g = self.generator()
         table = wide(self.vocabulary, self.features, generator=g, dtype=self.dtype)
         table[3] = -0.0  # which the stock path's sum over ranks turns into 0.0
@@ -117,7 +117,7 @@ class EmbeddingCase(Case):
 
     def run(self, tp_group: Any) -> Results:
         group = resolve_group(tp_group)
-        table, ids, dy = (t.to(self.device) for t in self._data())
+        table, ids, dy = (t.to(self.device) for t in self._inputs())
         embedding = VocabParallelEmbedding(
             self.vocabulary,
             self.features,
@@ -135,7 +135,7 @@ class EmbeddingCase(Case):
         return {"y": y} | {f"d_{name}": grad for name, grad in full_grads(embedding).items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        table, ids, dy = (t.to(self.device) for t in self._data())
+        table, ids, dy = (t.to(self.device) for t in self._inputs())
         table = table.to(dtype).requires_grad_()
         y = F.embedding(ids, table)
         y.backward(dy.to(dtype))
@@ -154,7 +154,7 @@ class LossCase(Case):
     def allowed(self) -> float:
         return 2.0  # both compute in fp32 and round 16-bit gradients once
 
-    def _data(self) -> tuple[Tensor, Tensor]:
+    def _inputs(self) -> tuple[Tensor, Tensor]:
         g = self.generator()
         logits = (3 * torch.randn(self.tokens, self.vocabulary, generator=g)).to(self.dtype)
         target = torch.randint(self.vocabulary, (self.tokens,), generator=g)
@@ -163,7 +163,7 @@ class LossCase(Case):
 
     def run(self, tp_group: Any) -> Results:
         group = resolve_group(tp_group)
-        full, target = (t.to(self.device) for t in self._data())
+        full, target = (t.to(self.device) for t in self._inputs())
         results: Results = {}
         for reduction in _REDUCTIONS:
             logits = _part(full, 1, group)
@@ -176,7 +176,7 @@ class LossCase(Case):
         return results
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        full, target = (t.to(self.device) for t in self._data())
+        full, target = (t.to(self.device) for t in self._inputs())
         results: dict[str, Tensor] = {}
         for reduction in _REDUCTIONS:
             # in fp32 at least, as this library's: torch's own loss would have 16 bits
@@ -263,14 +263,14 @@ class AttentionCase(Case):
     def allowed(self) -> float:
         return 2.0  # flash and math kernels round in other places than this one
 
-    def _data(self) -> list[Tensor]:
+    def _inputs(self) -> list[Tensor]:
         g, s, d = self.generator(), self.sequence, self.head_dim
         q, k = (torch.randn(2, h, s, d, generator=g).to(self.dtype) for h in (self.heads, self.kv_heads))
         return [q, k, *(wide(2, h, s, d, generator=g, dtype=self.dtype) for h in (self.kv_heads, self.heads))]
 
     def run(self, tp_group: Any) -> Results:
         group = resolve_group(tp_group)
-        q, k, v, dy = (_part(t.to(self.device), 1, group) for t in self._data())
+        q, k, v, dy = (_part(t.to(self.device), 1, group) for t in self._inputs())
         moved = [k, v] if self.mode else [t.roll(group.size - 1, dims=2) for t in (k, v)]
         options = dict(is_causal=self.is_causal, enable_gqa=self.heads != self.kv_heads)
         with set_tp_invariant_mode(True):
@@ -280,7 +280,7 @@ class AttentionCase(Case):
         return {name: gather_dim(t, 1, group) for name, t in parts.items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        q, k, v, dy = (t.to(self.device, dtype).requires_grad_() for t in self._data())
+        q, k, v, dy = (t.to(self.device, dtype).requires_grad_() for t in self._inputs())
         options: dict[str, Any] = dict(is_causal=self.is_causal, enable_gqa=self.heads != self.kv_heads)
         y = F.scaled_dot_product_attention(q, k, v, **options)
         y.backward(dy.detach())
@@ -298,11 +298,11 @@ class DataParallelCase(Case):
     def allowed(self) -> float:
         return 2.0  # torch adds in the parameter's dtype
 
-    def _data(self) -> Tensor:
+    def _inputs(self) -> Tensor:
         return wide(self.micro_batches, self.features, self.features, generator=self.generator(), dtype=self.dtype)
 
     def run(self, tp_group: Any) -> Results:
-        grads = self._data().to(self.device)
+        grads = self._inputs().to(self.device)
         parameter = nn.Parameter(torch.zeros_like(grads[0]))
         tree = MicroBatchTree([parameter], resolve_group(tp_group), self.micro_batches)
         total = torch.zeros_like(grads[0])
@@ -319,7 +319,7 @@ class DataParallelCase(Case):
         return {"grad": naive / self.micro_batches}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        grads = self._data().to(self.device, dtype)
+        grads = self._inputs().to(self.device, dtype)
         total = torch.zeros_like(grads[0])
         for grad in grads:
             total += grad
