@@ -22,14 +22,13 @@ from torch import Tensor
 
 from ..core.torch_graphs import in_torch_graph
 from ..core.torch_private import symmetric_memory
+from ..core.variables import TRANSPORT_VARIABLE, VARIABLES
 from .exchange_store import meeting_of
 from .group import Group
 from .wire import gather_objects
 
 logger = logging.getLogger(__name__)
 
-TRANSPORT_VARIABLE = "TP_INVARIANT_TRANSPORT"
-TRANSPORTS = ("auto", "nccl", "copy_engine")
 MOST_LOOKS = 1_800_000_000  # of a kernel for what a peer is to write, of about a microsecond each
 MEMORY_SHARE = 16  # buffers of copy engines take at most the device's memory divided by this
 
@@ -48,9 +47,10 @@ def transport() -> str:
     if in_torch_graph():
         return "nccl"
     choice = os.environ.get(TRANSPORT_VARIABLE, "auto")
-    if choice not in TRANSPORTS:
+    allowed = VARIABLES[TRANSPORT_VARIABLE]
+    if choice not in allowed:
         raise ValueError(
-            f"{TRANSPORT_VARIABLE}={choice!r} is not understood: set it to one of {', '.join(TRANSPORTS)}, the same on "
+            f"{TRANSPORT_VARIABLE}={choice!r} is not understood: set it to one of {', '.join(allowed)}, the same on "
             "all ranks, or unset it (auto)"
         )
     return choice

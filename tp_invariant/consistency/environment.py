@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.variables import CHECK_VARIABLE, TRANSPORT_VARIABLE
 from ..version import __version__
 
 
@@ -73,6 +74,6 @@ def environment_facts(device: torch.device) -> dict[str, Any]:
         FLUSHES: flushes_subnormals(),
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "the TP-invariant mode": _switch(is_tp_invariant_mode_enabled),
-        "TP_INVARIANT_CHECK": _switch(is_call_check_enabled),
-        "TP_INVARIANT_TRANSPORT": os.environ.get("TP_INVARIANT_TRANSPORT", "auto"),
+        CHECK_VARIABLE: _switch(is_call_check_enabled),
+        TRANSPORT_VARIABLE: os.environ.get(TRANSPORT_VARIABLE, "auto"),
     }

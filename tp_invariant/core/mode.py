@@ -8,15 +8,14 @@ from types import TracebackType
 import torch
 
 from .torch_private import environment
+from .variables import ALIAS_VARIABLE, CHECK_VARIABLE, MODE_VARIABLE, warn_of_unknown_variables
 
-MODE_VARIABLE = "TP_INVARIANT_MODE"
-ALIAS_VARIABLE = "NVTE_TP_INVARIANT_MODE"  # the name that Transformer Engine PR 2977 proposes
-CHECK_VARIABLE = "TP_INVARIANT_CHECK"
 _VALUES = {"0": False, "1": True}
 
 # What Python code asked for; None leaves the decision to the environment. One value for the whole process and not one
 # per thread, because autograd runs backward on threads of its own.
 _override: bool | None = None
+_is_first_read = True
 
 
 # The keys of `environment`, the dict inside os.environ.
@@ -40,11 +39,16 @@ def _parse(variable: str) -> bool | None:
 def is_tp_invariant_mode_enabled() -> bool:
     """Whether the mode is on, read now: `set_tp_invariant_mode` if it was called, else the environment.
 
-    The variable is `TP_INVARIANT_MODE`, or its alias `NVTE_TP_INVARIANT_MODE`: `1` is on, `0` or unset is off.
+    The variable is `TP_INVARIANT_MODE`, or its alias `NVTE_TP_INVARIANT_MODE`: `1` is on, `0` or unset is off. The
+    first read in a process warns of variables whose names begin like this library's and are unknown.
 
     Raises:
         ValueError: a variable holds anything else, or both are set and differ.
     """
+    global _is_first_read
+    if not torch.compiler.is_compiling() and _is_first_read:  # in this order compiled code has no guard on the latter
+        _is_first_read = False
+        warn_of_unknown_variables()
     if _override is not None:
         return _override
     mode, alias = _parse(MODE_VARIABLE), _parse(ALIAS_VARIABLE)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..core.bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves
 from ..core.mode import set_tp_invariant_mode
+from ..core.variables import SHARE_VARIABLE
 from ..gemm.gemm_fn import GemmFn
 from ..layers.parameters import named_shard_specs
 from .rank_pool import RankError, discard_pool, packed, pool_lock, shared_pool
@@ -37,7 +38,6 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-SHARE_VARIABLE = "TP_INVARIANT_RANKS_SHARE_GPUS"
 _MOST_SHARING = 8
 
 

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from ..core import mode
 from ..core.processes import how_it_ended
+from ..core.variables import RANK_DEVICE_VARIABLE, RANK_THREADS_VARIABLE
 
 _GRACE_SECONDS = 20.0  # for the other ranks to answer once one has failed
 _START_SECONDS = 300.0  # starting takes seconds on an idle machine, longer on a loaded one
@@ -223,10 +224,8 @@ class RankPool:
         # The ranks meet in a store of this process, which listens from now on: of a port that is merely free now,
         # another pool's rank could be the first to listen there.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = dict(os.environ)
+        environment = {**os.environ, RANK_DEVICE_VARIABLE: device, RANK_THREADS_VARIABLE: str(threads)}
         environment.update(
-            TP_INVARIANT_RANK_DEVICE=device,
-            TP_INVARIANT_RANK_THREADS=str(threads),
             OMP_NUM_THREADS=str(threads),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(self._store.port),
