@@ -27,7 +27,6 @@ from tp_invariant.comm.peer_copies import copies_of
 from tp_invariant.comm.peer_memory import transport
 from tp_invariant.core import torch_private
 from tp_invariant.core.torch_graphs import torch_graph
-from tp_invariant.core.variables import VARIABLES
 from tp_invariant.gemm import weights as gemm_weights
 from tp_invariant.gemm.weights import WeightCache, WeightLayout, weight_cache
 from tp_invariant.testing import assert_bitwise_equal, digest, run_ranks, wide_randn
@@ -344,7 +343,7 @@ def test_cached_gathers_are_not_in_leased_buffers(monkeypatch):
 def test_the_environment_variable(monkeypatch):
     monkeypatch.delenv("TP_INVARIANT_TRANSPORT", raising=False)
     assert transport() == "auto"
-    for choice in VARIABLES["TP_INVARIANT_TRANSPORT"]:
+    for choice in peer_memory.TRANSPORTS:
         monkeypatch.setenv("TP_INVARIANT_TRANSPORT", choice)
         assert transport() == choice
         with torch_graph():

@@ -29,6 +29,7 @@ from .wire import gather_objects
 
 logger = logging.getLogger(__name__)
 
+TRANSPORTS = VARIABLES[TRANSPORT_VARIABLE]
 MOST_LOOKS = 1_800_000_000  # of a kernel for what a peer is to write, of about a microsecond each
 MEMORY_SHARE = 16  # buffers of copy engines take at most the device's memory divided by this
 
@@ -47,10 +48,9 @@ def transport() -> str:
     if in_torch_graph():
         return "nccl"
     choice = os.environ.get(TRANSPORT_VARIABLE, "auto")
-    allowed = VARIABLES[TRANSPORT_VARIABLE]
-    if choice not in allowed:
+    if choice not in TRANSPORTS:
         raise ValueError(
-            f"{TRANSPORT_VARIABLE}={choice!r} is not understood: set it to one of {', '.join(allowed)}, the same on "
+            f"{TRANSPORT_VARIABLE}={choice!r} is not understood: set it to one of {', '.join(TRANSPORTS)}, the same on "
             "all ranks, or unset it (auto)"
         )
     return choice
