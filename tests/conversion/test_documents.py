@@ -85,8 +85,7 @@ def run_program(tp_group, source: str, arguments: list[str]) -> tuple[object, ..
         ("README.md", "own_model.py", (1, 2, 4)),
         ("docs/own_models.md", "plan.py", (1, 2, 4)),
         ("docs/hugging_face.md", "hf_model.py", (1, 2)),
-        ("docs/own_models.md", "train.py", (1, 2, 4)),
-        ("docs/own_models.md", "experts.py", (1, 2, 4)),
+        ("docs/meshes.md", "experts.py", (1, 2, 4)),
     ],
 )
 def test_programs_give_one_digest_at_every_degree(tmp_path, page, name, degrees):
