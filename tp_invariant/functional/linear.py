@@ -202,7 +202,8 @@ class ColumnLinear(_Linear):
         if call.group.size == 1:
             return _product(call, x, weight.t(), bias)
         if call.sequence_parallel and call.grad:
-            ctx.tokens = shared_tokens.called_with(x, call.sequence_dim, call.group, gathers=ctx.needs_input_grad[1])
+            gathered_again = x if ctx.needs_input_grad[1] else None
+            ctx.tokens = shared_tokens.called_with(gathered_again, call.sequence_dim, call.group)
         elif call.grad:
             ctx.part_read = dim_of_part_read(x, call.group)
         x_full = call.start_gather_tokens(x, weight)

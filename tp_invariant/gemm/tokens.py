@@ -45,11 +45,6 @@ class _Gather:
     def has_user(self, user: Tensor, backward: bool) -> bool:
         return any(one is user and in_backward == backward for one, in_backward in self.users)
 
-    def end(self) -> None:
-        """Its memory is free once nothing writes to it."""
-        self.pending.wait()
-        self.pending.release()
-
 
 @dataclass
 class _TokensOfGroup:
@@ -58,16 +53,19 @@ class _TokensOfGroup:
     called: TokenUse | None = None  # the last column-parallel call that may have a backward
 
     def drop(self) -> None:
+        """The memory of a gather is free once nothing writes to it."""
         shared, self.shared = self.shared, None
         if shared is not None:
             with suppress(RuntimeError):  # nobody takes these tokens: ranks that part learn of it at their next call
-                shared.end()
+                shared.pending.wait()
+                shared.pending.release()
 
     def drop_captured(self) -> None:
         """What nobody took ends within its graph; of a capture that failed there is nothing to wait for."""
         captured, self.captured = self.captured, None
         if captured is not None and is_capturing():
-            captured.end()
+            captured.pending.wait()
+            captured.pending.release()
 
 
 def _start(x: Tensor, dim: int, group: Group, key: tuple, overlapped: bool = False) -> _Gather:
@@ -100,16 +98,15 @@ class SharedTokens:
         """
         of = self._of(group)
         if is_capturing():
-            key = _key(x, dim)
-            captured, of.captured = of.captured, None
-            if captured is None or captured.key != key:
-                if captured is not None:
-                    captured.end()
-                captured = _start(x, dim, group, key)
-            captured.pending.exclusive = True
-            return captured.pending
+            if of.captured is None or of.captured.key != _key(x, dim):
+                of.drop_captured()
+                pending = start_gather_dim(x, dim, group, peers=Peers())
+            else:
+                pending, of.captured = of.captured.pending, None
+            pending.exclusive = True
+            return pending
         of.drop_captured()
-        if not self.enabled or group.size == 1 or x.is_inference() or user.is_inference() or in_torch_graph():
+        if not self.enabled or x.is_inference() or user.is_inference() or in_torch_graph():
             of.drop()
             pending = start_gather_dim(x, dim, group, peers=Peers())
             pending.exclusive = True
@@ -121,22 +118,17 @@ class SharedTokens:
         shared.users.append((user, backward))
         return shared.pending
 
-    def called_with(self, x: Tensor | None, dim: int, group: Group, *, gathers: bool = True) -> TokenUse | None:
-        """A column-parallel layer is called with x, whose tokens its backward will gather; None for one not to be held.
-
-        gathers: False for a frozen layer, whose backward gathers no tokens. Then a layer that was called before with
-            the same x is still the one whose gather comes next, and else there is none.
+    def called_with(self, x: Tensor | None, dim: int, group: Group) -> TokenUse | None:
+        """A column-parallel layer is called with x, whose tokens its backward will gather; None for one not to be held,
+        and for a frozen layer, whose backward gathers none.
 
         The layer's backward sets `x` of the result to None, so that nobody starts the gather after it.
         """
         of = self._of(group)
-        if x is None or x.is_inference() or in_torch_graph():
-            of.called = None
-        elif gathers:
+        of.called = None
+        if x is not None and not x.is_inference() and not in_torch_graph():
             of.called = TokenUse(x.detach(), dim, group)
-        elif of.called is None or of.called.x is None or _key(of.called.x, dim) != _key(x, dim):
-            of.called = None
-        return of.called if gathers else None
+        return of.called
 
     def before(self, group: Group) -> TokenUse | None:
         """For a row-parallel layer in forward: the call whose backward comes after its own, as far as calls tell."""

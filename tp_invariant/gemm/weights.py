@@ -1,19 +1,15 @@
 """Weights that are sharded along K: gathered one use ahead of it, and kept after it where the user asks for that.
 
 A step uses the same weights in the same order again and again. `Schedule` learns this order, and while one weight is
-used the gather of the next one runs beside the GEMM of the first. Then at most two gathered weights of a group are
-alive: the one in use and the one on its way. This is a matter of speed alone:
+used the gather of the next one runs beside the GEMM of the first. This is a matter of speed alone:
 
-    bits      What was gathered early serves only while the weight has the same memory at the same autograd version,
-              and only the very next use. `Schedule` says where in a program none is foreseen, and an optimizer's step
-              drops what is on its way.
-    hangs     Whether a gather starts is a function of the group's earlier calls and of versions, which all ranks of one
-              program share. Nothing depends on when a tensor is freed: the schedule holds what it foresees. Groups
-              have nothing in common, because two threads may use them in another order on every rank.
-    memory    The memory of weights that were used in the last passes is held; `clear()` lets it go. A result is
-              allocated on the stream that starts its gather and is used on the stream that waits for it. What is
-              dropped is waited for first, so its memory is not given away while bytes still arrive.
-    never     Weights that a program computes (casts under autocast), inference tensors and the weights of fully_shard
+    bits      What was gathered early serves the very next use alone, and only while the weight has the same memory at
+              the same autograd version. `Schedule` says where in a program none is foreseen.
+    hangs     Whether a gather starts depends on the group's earlier calls and on versions, which all ranks share, and
+              never on when a tensor is freed: the schedule holds what it foresees. Groups have nothing in common.
+    memory    The weights of the last passes are held until `clear()`. What is dropped is waited for first, so that its
+              memory is not given away while bytes still arrive.
+    never     Weights that a program computes (casts under autocast), inference tensors, and the weights of fully_shard
               (FSDP2), whose memory is freed and filled again at no other version: neither foreseen nor kept.
     graphs    While a CUDA graph is captured, weights are gathered inside it, or are kept ones, which then stay alive
               as long as the process. Inside it a gather starts early only with `ahead_in_graphs`. In graphs that
@@ -22,19 +18,18 @@ alive: the one in use and the one on its way. This is a matter of speed alone:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import ChainMap
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, Peers, Pending, is_capturing, start_exchange_rows, start_gather_major
+from ..core.autocast import autocast_dtype
 from ..core.fsdp import resharded_whole
 from ..core.layout import split_sizes
 from ..core.torch_graphs import in_torch_graph
@@ -43,7 +38,7 @@ from .tokens import shared_tokens
 
 # --- the order of uses ----------------------------------------------------------------------------------------------
 
-PASSES = 4  # of a forward or a backward: what was not used in so many is forgotten
+PASSES = 4  # of a forward or a backward: what was not used in so many, or at most in twice as many, is forgotten
 
 
 class Phase(IntEnum):
@@ -63,40 +58,28 @@ class Schedule:
 
     It remembers what followed each pair of uses, and each single use, the last time. A first step is all new; from the
     second on each use is foreseen, also where checkpointing uses a forward's weights again in the middle of backward.
-    The result depends on the uses alone. They come in the same order on every rank of a group, since each of them is a
-    collective of that group, so all ranks expect the same.
+    The uses of a group are collectives of it and come in the same order on every rank, so all ranks expect the same.
     """
 
     def __init__(self, passes: int = PASSES) -> None:
-        self._most_passes = passes
-        self._followers: dict[tuple, tuple[Hashable, Phase]] = {}  # by the one or two uses before
+        self._passes_of_a_map, self._passes = passes, 0
+        # what followed one or two uses: in the passes of late, and behind it in those before
+        self._followers: ChainMap[tuple, tuple[Hashable, Phase]] = ChainMap({}, {})
         self._before: tuple = ()  # the last two uses, with their phases
         self._pass: set[Hashable] = set()  # the uses of this pass, in which none comes twice: a forward, a backward
         self._phase: tuple[Phase, int] | None = None
-        self._passes = 0
-        self._last_pass: dict[Hashable, int] = {}  # of each use
 
     def note(self, use: Hashable, phase: Phase, task: int = -1) -> None:
         """`use` happens now; `task` distinguishes one backward from another."""
         if (phase, task) != self._phase or use in self._pass:
             self._phase, self._pass = (phase, task), set()
             self._passes += 1
-            self._forget(self._passes - self._most_passes)
+            if self._passes % self._passes_of_a_map == 0:
+                self._followers = ChainMap({}, self._followers.maps[0])
         self._pass.add(use)
-        self._last_pass[use] = self._passes
         last = self._before[-1:]
         self._followers[last] = self._followers[self._before] = use, phase
         self._before = (*last, (use, phase))
-
-    def _forget(self, oldest: int) -> None:
-        old = {use for use, last in self._last_pass.items() if last < oldest}
-        if old:
-            self._last_pass = {use: last for use, last in self._last_pass.items() if use not in old}
-            self._followers = {
-                before: follower
-                for before, follower in self._followers.items()
-                if follower[0] not in old and not any(use in old for use, _ in before)
-            }
 
     def expected(self) -> Hashable | None:
         """The next use, None where that is unknown or must not be read yet.
@@ -170,17 +153,10 @@ class _Use(tuple):
 
 def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
     """None for a weight that is never foreseen nor kept; see the module."""
-    if weight.is_inference() or weight.grad_fn is not None:
+    if weight.is_inference() or weight.grad_fn is not None or resharded_whole(weight) is not None:
         return None
-    kind = weight.device.type
-    if (
-        not isinstance(weight, nn.Parameter)
-        and torch.amp.is_autocast_available(kind)
-        and torch.is_autocast_enabled(kind)
-    ):
+    if not isinstance(weight, nn.Parameter) and autocast_dtype(weight.device) is not None:
         return None  # a cast, which has no grad_fn where gradients are off
-    if resharded_whole(weight) is not None:
-        return None
     use = _Use((*_memory_of(weight), layout.part, layout.k_dim))
     use.weight, use.layout = weight.detach(), layout
     return use
@@ -190,47 +166,32 @@ def _memory_of(weight: Tensor) -> tuple:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
-@dataclass
-class _Gathered:
-    """A gathered weight, or one on its way."""
+class _Gathered(NamedTuple):
+    """A gathered weight, or one on its way. `captured`: started inside the CUDA graph that is being captured."""
 
     use: _Use
     pending: Pending
-    task: int = -1  # the backward that started it by itself
-    captured: bool = False  # whether it was started inside the CUDA graph that is being captured
-    version: int = field(init=False)
-    thread: int = field(default_factory=get_ident)
-
-    def __post_init__(self) -> None:
-        self.version = version_of(self.use.weight)
+    version: int
+    captured: bool
 
     def serves(self, use: _Use, capturing: bool) -> bool:
-        if self.use != use or self.version != version_of(use.weight) or self.task not in (-1, current_backward()):
+        if self.use != use or self.version != version_of(use.weight):
             return False
         return self.pending.waited or self.captured == capturing
 
-    def end(self) -> None:
-        """For what is dropped: its memory is free once nothing writes to it."""
-        self.pending.wait()
-        self.pending.release()
+
+def _drop(gathered: _Gathered | None) -> None:
+    """Its memory is free once nothing writes to it."""
+    if gathered is not None:
+        gathered.pending.wait()
+        gathered.pending.release()
 
 
 @dataclass
 class _WeightsOfGroup:
     schedule: Schedule
-    kept: OrderedDict[_Use, _Gathered] = field(default_factory=OrderedDict)  # and those that were prefetched
-    # what was started without being asked for, by whether a CUDA graph is being captured
-    early: dict[bool, _Gathered] = field(default_factory=dict)
-
-    def drop(self, use: _Use, unless: _Gathered | None = None) -> None:
-        gathered = self.kept.pop(use, None)
-        if gathered is not None and gathered is not unless:
-            gathered.end()
-
-    def drop_early(self, capturing: bool) -> None:
-        gathered = self.early.pop(capturing, None)
-        if gathered is not None:
-            gathered.end()
+    kept: dict[_Use, _Gathered] = field(default_factory=dict)  # and those that were prefetched; the latest last
+    early: dict[bool, _Gathered] = field(default_factory=dict)  # what is foreseen, by whether a graph is captured
 
     def find(self, use: _Use, capturing: bool) -> _Gathered | None:
         for one in self.early.get(capturing), self.kept.get(use):
@@ -247,7 +208,8 @@ class WeightCache:
 
         keep    how many gathered weights of each group stay after use; the least recently used goes first
         ahead   whether the next weight's gather starts by itself while one is used
-        passes  for how many forwards and backwards a weight that is not used is remembered, and its memory held
+        passes  for how many forwards and backwards a weight that is not used is remembered, and its memory held; it may
+                be for up to twice as many
         ahead_in_graphs     so too while a CUDA graph is captured. For graphs that hold whole passes over a model: a
                 forward, or a forward and its backward. In one that ends between two layers a gather would be left
                 over, and CUDA refuses the capture as having unjoined work: call `clear()` after a capture that failed.
@@ -257,7 +219,6 @@ class WeightCache:
         self.keep, self.ahead, self.ahead_in_graphs, self.passes = keep, ahead, ahead_in_graphs, passes
         self._groups: dict[Group, _WeightsOfGroup] = {}
         self._read_by_graphs: list[Tensor] = []
-        self._has_hook = False
 
     def __reduce__(self) -> str:  # a function that is sent to another process finds that one's
         return "weight_cache"
@@ -279,10 +240,9 @@ class WeightCache:
     def prefetch(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is here or on its way, for its next use."""
         use, of = _use_of(weight, layout), self._of(layout.group)
-        if use is None or is_capturing() or of.find(use, False) is not None:
-            return
-        of.drop(use)
-        of.kept[use] = _Gathered(use, self._start(weight, layout, early=True))
+        if use is not None and not is_capturing() and of.find(use, False) is None:
+            _drop(of.kept.pop(use, None))
+            of.kept[use] = self._gather(use, early=True)
 
     def take(self, weight: Tensor, layout: WeightLayout, *, grad: bool = False) -> Pending:
         """`layout` of `weight`: the gather that is kept or on its way where it is current; else one starts now.
@@ -295,24 +255,29 @@ class WeightCache:
         of.schedule.note(layout if use is None else use, phase_of(task, grad), task)
         gathered = None if use is None else of.find(use, capturing)
         early = of.early.pop(capturing, None)
-        if early is not None and early is not gathered:
-            early.end()
-        if use is None:
+        if early is not gathered:
+            _drop(early)
+        if use is None or (capturing and gathered is None):
             return self._start(weight, layout, early=False)
-        if capturing:
-            if gathered is None or gathered is early:
-                return self._start(weight, layout, early=False) if gathered is None else gathered.pending
+        if gathered is None:
+            gathered = self._gather(use, early=False)
+        elif capturing and gathered is not early:
             self._read_by_graphs.append(gathered.pending.result)
             return Pending(gathered.pending.result, None)
-        if gathered is None:
-            gathered = _Gathered(use, self._start(weight, layout, early=False))
-        of.drop(use, unless=gathered)
-        if self.keep and not gathered.pending.leased:
-            gathered.task, gathered.pending.for_all_streams = -1, True
-            of.kept[use] = gathered
-            while len(of.kept) > self.keep:
-                of.drop(next(iter(of.kept)))
+        if not capturing:
+            self._keep(of, gathered)
         return gathered.pending
+
+    def _keep(self, of: _WeightsOfGroup, gathered: _Gathered) -> None:
+        """`gathered` stays, as the one used last, where the user asks for that; what was kept in its place goes."""
+        before = of.kept.pop(gathered.use, None)
+        if before is not gathered:
+            _drop(before)
+        if self.keep and not gathered.pending.leased:
+            gathered.pending.for_all_streams = True
+            of.kept[gathered.use] = gathered
+            while len(of.kept) > self.keep:
+                _drop(of.kept.pop(next(iter(of.kept))))
 
     def start_next(self, group: Group) -> None:
         """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
@@ -320,17 +285,11 @@ class WeightCache:
             return
         of, capturing = self._of(group), is_capturing()
         use: Any = of.schedule.expected()
-        if not isinstance(use, _Use):  # unknown, never foreseen, or where a graph begins
-            return
-        if (capturing and not self.ahead_in_graphs) or of.find(use, capturing) is not None:
-            return
-        if not self._has_hook:  # optimizers of others write through .data
-            self._has_hook = True
-            register_optimizer_step_pre_hook(lambda *_: self._before_step())
-        of.drop_early(capturing)
-        of.early[capturing] = _Gathered(
-            use, self._start(use.weight, use.layout, early=True), current_backward(), capturing
-        )
+        if not isinstance(use, _Use) or (capturing and not self.ahead_in_graphs):
+            return  # it is unknown, never foreseen, or where a graph begins
+        if of.find(use, capturing) is None:
+            _drop(of.early.pop(capturing, None))
+            of.early[capturing] = self._gather(use, early=True, captured=capturing)
 
     def enter(self, place: Hashable) -> None:
         """Where a CUDA graph of one layer begins, in forward or backward: what comes before is not in it.
@@ -347,20 +306,15 @@ class WeightCache:
     def clear(self) -> None:
         """Forgets everything, also what was learnt of the order of calls, and the tokens that layers share."""
         for of in self._groups.values():
-            of.drop_early(is_capturing())  # what was left over in a capture that failed is nothing to wait for
-            for use in list(of.kept):
-                of.drop(use)
+            # what was left over in a capture that failed is nothing to wait for
+            for gathered in (of.early.get(is_capturing()), *of.kept.values()):
+                _drop(gathered)
         self._groups.clear()
         shared_tokens.clear()
 
-    def _before_step(self) -> None:
-        """An optimizer's step drops what its thread has started. When another thread would lose what it has started
-        depends on how the calls of the two fall together, which is another way on every rank."""
-        capturing = is_capturing()
-        for of in list(self._groups.values()):
-            early = of.early.get(capturing)
-            if early is not None and early.thread == get_ident():
-                of.drop_early(capturing)
+    def _gather(self, use: _Use, *, early: bool, captured: bool = False) -> _Gathered:
+        pending = self._start(use.weight, use.layout, early=early)
+        return _Gathered(use, pending, version_of(use.weight), captured)
 
     def _start(self, weight: Tensor, layout: WeightLayout, *, early: bool) -> Pending:
         # a kept weight would hold a lent buffer for good
