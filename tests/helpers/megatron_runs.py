@@ -1,0 +1,164 @@
+"""Steps of small Megatron models on gloo ranks. Megatron asks for CUDA in a few places, which are CPUs here."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+import tp_invariant as tpi
+from tp_invariant import testing
+
+
+def on_new_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """fn(rank, world, *args) on new processes, which alone are in the default group: Megatron makes groups of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_on_rank, (fn, world, folder, args), nprocs=world)
+        return [torch.load(Path(folder, f"result{rank}"), weights_only=False) for rank in range(world)]
+
+
+def _on_rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    torch.save(fn(rank, world, *args), Path(folder, f"result{rank}"))
+    torch.distributed.destroy_process_group()
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Tensors that are to be on a GPU are on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # which Megatron asserts is one of torch.cuda's
+            return f"torch.cuda.{func(*args).rpartition('.')[2]}"
+        return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_cpus() -> Any:
+    """What Megatron asks of torch.cuda, answered with the CPU's generator."""
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    get, put = (lambda *_, **__: torch.get_rng_state()), (lambda state, *_, **__: torch.set_rng_state(state))
+    cuda = dict(
+        current_device=lambda: torch.device("cpu"), get_rng_state=get, set_rng_state=put, synchronize=lambda *_: None,
+        manual_seed=torch.manual_seed, current_stream=lambda *_: None, FloatTensor=torch.FloatTensor,
+        HalfTensor=torch.HalfTensor, BFloat16Tensor=torch.BFloat16Tensor,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, value in cuda.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(megatron_random, "_get_cuda_rng_state", get))
+        stack.enter_context(mock.patch.object(megatron_random, "_set_cuda_rng_state", put))
+        stack.enter_context(_CpuForCuda())
+        yield
+
+
+def config_of(tp: int, **changes: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=48,
+        use_cpu_initialization=True, params_dtype=torch.float32, tensor_model_parallel_size=tp, hidden_dropout=0.0,
+        attention_dropout=0.0, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
+        normalization="RMSNorm", bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+        apply_rope_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    options |= changes
+    if tp == 1:
+        options["sequence_parallel"] = False
+    options["bf16"] = options["params_dtype"] == torch.bfloat16
+    return TransformerConfig(**options)
+
+
+def batch(step: int) -> tuple[torch.Tensor, ...]:
+    """(ids, labels, positions), [2, 8] each."""
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(step))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.arange(8).expand(2, -1).contiguous()
+
+
+def full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The whole of which this rank has `tensor`, laid out as `parameter` is."""
+    group = getattr(parameter, "tp_group", None)
+    if group is None or not parameter.tensor_model_parallel:
+        return tensor
+    parts = [torch.empty_like(tensor.contiguous()) for _ in range(group.size)]
+    torch.distributed.all_gather(parts, tensor.contiguous(), group=group.process_group)
+    pieces = [part.chunk(parameter.partition_stride, parameter.partition_dim) for part in parts]
+    return torch.cat([p[i] for i in range(parameter.partition_stride) for p in pieces], parameter.partition_dim)
+
+
+def _optimizer_config(config: Any) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(
+        optimizer="adam", lr=1e-2, clip_grad=1.0, bf16=config.bf16, params_dtype=config.params_dtype
+    )  # fmt: skip
+
+
+def steps(
+    tp: int, mode: bool, changes: dict[str, Any], tied: bool = False, local: bool = False, count: int = 2
+) -> dict[str, Any]:
+    """Steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from tp_invariant.integrations import megatron
+
+    with on_cpus(), tpi.set_tp_invariant_mode(mode), contextlib.ExitStack() as stack:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        stack.callback(parallel_state.destroy_model_parallel)
+        tensor_parallel.model_parallel_cuda_manual_seed(123)
+        torch.manual_seed(7)
+        if not local:
+            megatron.install()
+            stack.callback(megatron.uninstall)
+        config = config_of(tp, **changes)
+        if local:
+            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+            layers = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        else:
+            layers = megatron.gpt_block_spec(config)
+        model = GPTModel(
+            config, layers, 96, 8, position_embedding_type="rope", share_embeddings_and_output_weights=tied
+        )
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        optimizer = get_megatron_optimizer(_optimizer_config(config), [ddp])
+        out: dict[str, Any] = {}
+        for step in range(count):
+            ids, labels, positions = batch(step)
+            mask = torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None]
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = ddp(ids, positions, mask, labels=labels)
+            loss.mean().backward()
+            finalize_model_grads([ddp])
+            out[f"loss {step}"] = loss.detach().clone()
+            if not local:
+                for name, p in model.named_parameters():
+                    out[f"gradient {step} {name}"] = full(p.main_grad, p).clone()
+            if local:
+                break
+            out[f"norm {step}"] = float(optimizer.step()[1])
+        if not local:
+            for name, p in model.named_parameters():
+                out[f"parameter {name}"] = full(p.detach(), p).clone()
+    return out
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if testing.digest(one[name]) != testing.digest(other[name])]

@@ -1,0 +1,50 @@
+"""Steps of Megatron's GPTModel, DDP and Adam have the bytes of TP=1 at every degree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron_runs import differing, on_new_ranks, steps
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'tp-invariant[megatron]'")
+
+CASES: dict[str, tuple[dict[str, Any], bool]] = {  # {name: (changes of the configuration, whether outputs are tied)}
+    "plain": ({}, False),
+    "tied": ({"sequence_parallel": True}, True),
+    "qk norm": ({"sequence_parallel": True, "qk_layernorm": True}, False),
+    "LayerNorm": ({"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}, True),
+    "bf16": ({"sequence_parallel": True, "qk_layernorm": True, "params_dtype": torch.bfloat16}, False),
+}
+
+
+def runs(rank: int, world: int, mode: bool) -> dict[str, Any]:
+    return {name: steps(world, mode, changes, tied) for name, (changes, tied) in CASES.items()}
+
+
+def run_of_megatron(rank: int, world: int) -> dict[str, Any]:
+    return steps(world, False, {}, local=True)
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, Any]:
+    return on_new_ranks(runs, 1, True)[0]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_degree_has_the_bytes_of_one_rank(tp: int, single: dict[str, Any]) -> None:
+    for rank, results in enumerate(on_new_ranks(runs, tp, True)):
+        for name, result in results.items():
+            assert not (names := differing(single[name], result)), (rank, name, names)
+
+
+def test_with_the_mode_off_they_differ() -> None:
+    one, two = on_new_ranks(runs, 1, False)[0], on_new_ranks(runs, 2, False)[0]
+    for name in CASES:
+        assert len(differing(one[name], two[name])) > len(one[name]) // 2, name
+
+
+def test_the_loss_is_that_of_megatrons_own_layers(single: dict[str, Any]) -> None:
+    own = on_new_ranks(run_of_megatron, 1)[0]
+    torch.testing.assert_close(single["plain"]["loss 0"], own["loss 0"], rtol=1e-5, atol=1e-5)

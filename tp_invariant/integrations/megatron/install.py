@@ -1,0 +1,178 @@
+"""install() and uninstall(): this package's modules in the places where Megatron constructs its own.
+
+Megatron's models construct their embedding, output layer and loss by name, and its training loop calls its own
+finalize_model_grads and gradient norm. So install() replaces attributes of Megatron's modules and classes, and of no
+other program's. `replaced()` lists them, and uninstall() puts the former ones back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel
+from torch import Tensor
+
+from . import gradients, modules, spec
+from .checks import check_config, check_model
+from .versions import HAS_HYBRID
+
+_CORE = "megatron.core."
+_former: list[tuple[Any, str, Any]] = []  # (owner, name, what was there), in the order of replacement
+
+
+def _loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+    """LanguageModule.compute_language_model_loss: labels [b, s], logits [s, b, V/P] -> [b, s]."""
+    loss = modules.vocab_parallel_cross_entropy(logits, labels.t().contiguous(), tp_group=self.pg_collection.tp)
+    return loss.t().contiguous()
+
+
+def _checked(original: Callable[..., None]) -> Callable[..., None]:
+    """A model's constructor, with the checks of its configuration before and of its modules after."""
+
+    @functools.wraps(original)
+    def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        check_config(config)
+        original(self, config, *args, **kwargs)
+        check_model(self)
+
+    return construct
+
+
+def _fused_in_module(original: Callable[..., None]) -> Callable[..., None]:
+    """MLP's constructor which calls the activation among its submodules."""
+
+    @functools.wraps(original)
+    def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, modules.with_activation_module(config), *args, **kwargs)
+
+    return construct
+
+
+def _of_models() -> list[tuple[str, str | None, str, Any]]:
+    """(module, class in it or None, attribute, replacement) of what models are made of."""
+    provider = spec.SpecProvider
+    names = ("column_parallel_linear", "row_parallel_linear", "layer_norm", "core_attention", "activation_func")
+    places: list[tuple[str, str | None, str, Any]] = [
+        ("tensor_parallel", None, "ColumnParallelLinear", modules.ColumnParallelLinear),
+        ("tensor_parallel", None, "VocabParallelEmbedding", modules.VocabParallelEmbedding),
+        ("tensor_parallel", None, "vocab_parallel_cross_entropy", modules.vocab_parallel_cross_entropy),
+        ("models.common.language_module.language_module", "LanguageModule", "compute_language_model_loss", _loss),
+        ("transformer.transformer_block", None, "LayerNormImpl", modules.Norm),
+        ("models.gpt.gpt_layer_specs", None, "LNImpl", modules.Norm),
+        *(("models.backends", "LocalSpecProvider", name, getattr(provider, name)) for name in names),
+        ("models.backends", "LocalSpecProvider", "grouped_mlp_modules", provider.grouped_mlp_modules),
+        ("transformer.mlp", "MLP", "__init__", _fused_in_module),
+        ("models.gpt.gpt_model", "GPTModel", "__init__", _checked),
+    ]
+    if HAS_HYBRID:
+        places += [
+            ("models.hybrid.hybrid_block", None, "TENorm", modules.Norm),
+            ("models.hybrid.hybrid_layer_specs", None, "hybrid_stack_spec", spec.hybrid_stack_spec()),
+            ("models.hybrid.hybrid_model", "HybridModel", "__init__", _checked),
+        ]
+    return places
+
+
+def _of_training() -> list[tuple[str, str | None, str, Any]]:
+    """The same of what acts on gradients."""
+    reduce = "_allreduce_non_tensor_model_parallel_grads"
+    return [
+        ("distributed.finalize_model_grads", None, reduce, gradients.without_complete_gradients),
+        ("optimizer.optimizer", "MegatronOptimizer", "get_grad_norm", gradients.invariant_grad_norm),
+        ("optimizer.optimizer", "MegatronOptimizer", "clip_grad_norm", gradients.invariant_clip),
+        ("optimizer.optimizer", "ChainedOptimizer", "get_grad_norm", gradients.invariant_grad_norm_of_chain),
+    ]
+
+
+_WRAPPERS = (
+    _checked, _fused_in_module, gradients.without_complete_gradients, gradients.invariant_grad_norm,
+    gradients.invariant_clip, gradients.invariant_grad_norm_of_chain,
+)  # fmt: skip
+
+
+def _replace(places: list[tuple[str, str | None, str, Any]], former: list[tuple[Any, str, Any]]) -> None:
+    for module, cls, name, new in places:
+        owner: Any = importlib.import_module(_CORE + module)
+        owner = owner if cls is None else getattr(owner, cls)
+        old = vars(owner)[name]
+        former.append((owner, name, old))
+        setattr(owner, name, new(old) if new in _WRAPPERS else new)
+
+
+def _restore(former: list[tuple[Any, str, Any]]) -> None:
+    while former:
+        owner, name, old = former.pop()
+        setattr(owner, name, old)
+
+
+def install(*, models: bool = True) -> list[str]:
+    """Replaces what Megatron's models and training loop are made of; call it before a model is built.
+
+    A second call does nothing.
+
+    Args:
+        models: False replaces what acts on gradients alone, for models that are built of GPTModel, HybridModel or the
+            specs of this package.
+
+    Returns:
+        The names of what was replaced.
+    """
+    if not _former:
+        try:
+            _replace([*_of_training(), *(_of_models() if models else [])], _former)
+        except Exception:
+            _restore(_former)
+            raise
+    return replaced()
+
+
+def uninstall() -> None:
+    """Puts back what install() replaced. Models that were built stay as they are."""
+    _restore(_former)
+
+
+def replaced() -> list[str]:
+    """The attributes of Megatron that are replaced at the moment, as module.attribute."""
+    return [f"{getattr(owner, '__qualname__', owner.__name__)}.{name}" for owner, name, _ in _former]
+
+
+@contextmanager
+def _models_replaced() -> Iterator[None]:
+    """While a subclass's constructor runs: what models are made of is this package's."""
+    former: list[tuple[Any, str, Any]] = []
+    if not any(owner is MegatronGPTModel for owner, _, _ in _former):
+        _replace(_of_models(), former)
+    try:
+        yield
+    finally:
+        _restore(former)
+
+
+class GPTModel(MegatronGPTModel):
+    """Megatron's GPTModel of this package's modules, without install(models=True); the arguments are Megatron's.
+
+    For training call install(models=False) besides, or sum gradients and compute their norm by functions of yours.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        with _models_replaced():
+            super().__init__(config, *args, **kwargs)
+
+    compute_language_model_loss = _loss
+
+
+if HAS_HYBRID:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel as MegatronHybridModel
+
+    class HybridModel(MegatronHybridModel):
+        """The same of Megatron's HybridModel, of attention and MLP layers ("*-*-")."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            with _models_replaced():
+                super().__init__(config, *args, **kwargs)
+
+        compute_language_model_loss = _loss
