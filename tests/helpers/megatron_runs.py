@@ -105,57 +105,75 @@ def _optimizer_config(config: Any) -> Any:
     )  # fmt: skip
 
 
-def steps(
-    tp: int, mode: bool, changes: dict[str, Any], tied: bool = False, local: bool = False, count: int = 2
-) -> dict[str, Any]:
-    """Steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters."""
+@contextlib.contextmanager
+def on_degree(tp: int, mode: bool = True, install: bool = True, **degrees: int) -> Any:
+    """Megatron's groups of this degree, the mode, and install()."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.optimizer import get_megatron_optimizer
 
     from tp_invariant.integrations import megatron
 
     with on_cpus(), tpi.set_tp_invariant_mode(mode), contextlib.ExitStack() as stack:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **degrees)
         stack.callback(parallel_state.destroy_model_parallel)
         tensor_parallel.model_parallel_cuda_manual_seed(123)
         torch.manual_seed(7)
-        if not local:
+        if install:
             megatron.install()
             stack.callback(megatron.uninstall)
-        config = config_of(tp, **changes)
-        if local:
-            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        yield
 
-            layers = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-        else:
-            layers = megatron.gpt_block_spec(config)
-        model = GPTModel(
-            config, layers, 96, 8, position_embedding_type="rope", share_embeddings_and_output_weights=tied
-        )
+
+def model_of(config: Any, tied: bool = False, local: bool = False, hybrid: bool = False, **stage: Any) -> Any:
+    """A model of 96 ids: of Megatron's own layers (local), or what install() makes of it."""
+    from tp_invariant.integrations import megatron
+
+    options = dict(position_embedding_type="rope", share_embeddings_and_output_weights=tied, **stage)
+    if hybrid:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        return HybridModel(config, megatron.hybrid_stack_spec(), 96, 8, hybrid_layer_pattern="*-*-", **options)
+    from megatron.core.models.gpt import GPTModel
+
+    layers = megatron.gpt_block_spec(config)
+    if local:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        layers = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    return GPTModel(config, layers, 96, 8, **options)
+
+
+def loss_of(model: Any, step: int = 0) -> torch.Tensor:
+    ids, labels, positions = batch(step)
+    return model(ids, positions, torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None], labels=labels)
+
+
+def steps(
+    tp: int, mode: bool, changes: dict[str, Any], tied: bool = False, local: bool = False, hybrid: bool = False
+) -> dict[str, Any]:
+    """Two steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    with on_degree(tp, mode, not local):
+        config = config_of(tp, **changes)
+        model = model_of(config, tied, local, hybrid)
         ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         optimizer = get_megatron_optimizer(_optimizer_config(config), [ddp])
         out: dict[str, Any] = {}
-        for step in range(count):
-            ids, labels, positions = batch(step)
-            mask = torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None]
+        for step in range(2):
             ddp.zero_grad_buffer()
             optimizer.zero_grad()
-            loss = ddp(ids, positions, mask, labels=labels)
+            loss = loss_of(ddp, step)
             loss.mean().backward()
-            finalize_model_grads([ddp])
             out[f"loss {step}"] = loss.detach().clone()
-            if not local:
-                for name, p in model.named_parameters():
-                    out[f"gradient {step} {name}"] = full(p.main_grad, p).clone()
             if local:
-                break
-            out[f"norm {step}"] = float(optimizer.step()[1])
-        if not local:
+                return out
+            finalize_model_grads([ddp])
             for name, p in model.named_parameters():
-                out[f"parameter {name}"] = full(p.detach(), p).clone()
+                out[f"gradient {step} {name}"] = full(p.main_grad, p).clone()
+            out[f"norm {step}"] = float(optimizer.step()[1])
+        for name, p in model.named_parameters():
+            out[f"parameter {name}"] = full(p.detach(), p).clone()
     return out
 
 

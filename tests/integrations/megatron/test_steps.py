@@ -15,12 +15,20 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {  # {name: (changes of the conf
     "tied": ({"sequence_parallel": True}, True),
     "qk norm": ({"sequence_parallel": True, "qk_layernorm": True}, False),
     "LayerNorm": ({"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}, True),
+    "recomputed": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, False),
+    "core attention recomputed": ({"recompute_granularity": "selective"}, False),
+    "main_grad": ({"gradient_accumulation_fusion": True, "sequence_parallel": True}, True),
     "bf16": ({"sequence_parallel": True, "qk_layernorm": True, "params_dtype": torch.bfloat16}, False),
 }
 
 
 def runs(rank: int, world: int, mode: bool) -> dict[str, Any]:
-    return {name: steps(world, mode, changes, tied) for name, (changes, tied) in CASES.items()}
+    from tp_invariant.integrations.megatron.versions import HAS_HYBRID
+
+    results = {name: steps(world, mode, changes, tied) for name, (changes, tied) in CASES.items()}
+    if HAS_HYBRID:
+        results["hybrid"] = steps(world, mode, {"num_layers": 4, "sequence_parallel": True}, hybrid=True)
+    return results
 
 
 def run_of_megatron(rank: int, world: int) -> dict[str, Any]:
@@ -41,10 +49,16 @@ def test_every_degree_has_the_bytes_of_one_rank(tp: int, single: dict[str, Any])
 
 def test_with_the_mode_off_they_differ() -> None:
     one, two = on_new_ranks(runs, 1, False)[0], on_new_ranks(runs, 2, False)[0]
-    for name in CASES:
+    for name in one:
         assert len(differing(one[name], two[name])) > len(one[name]) // 2, name
 
 
 def test_the_loss_is_that_of_megatrons_own_layers(single: dict[str, Any]) -> None:
     own = on_new_ranks(run_of_megatron, 1)[0]
     torch.testing.assert_close(single["plain"]["loss 0"], own["loss 0"], rtol=1e-5, atol=1e-5)
+
+
+def test_recomputation_and_fused_accumulation_change_nothing(single: dict[str, Any]) -> None:
+    assert not differing(single["plain"], single["recomputed"])
+    assert not differing(single["plain"], single["core attention recomputed"])
+    assert not differing(single["tied"], single["main_grad"])

@@ -539,6 +539,10 @@ class GatedActivation(nn.Module):
             return gated_activation(input_, activation=GATED[self.activation_func])
         return in_whole_vectors(self.activation_func, input_)
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Nothing: it has no parameters. Megatron 0.16's MLP asks every module of its own."""
+        return {}
+
 
 def with_activation_module(config: Any) -> Any:
     """A copy of config with which Megatron's MLP calls the activation among its submodules, fused ones or not."""
