@@ -1,7 +1,8 @@
 """Megatron's steps between backward and the optimizer, where they depend on the degree or add what is complete.
 
 finalize_model_grads    sums over tensor-parallel ranks the gradients of parameters that are *named* q_layernorm or
-                        k_layernorm, where qk_layernorm is set. Those of this package's norms are complete
+                        k_layernorm, where qk_layernorm is set. Those of this package's norms are complete already.
+                        Over more than two data-parallel ranks it is refused
 gradient norm           Megatron adds each rank's sum of squares. Here it is tp_invariant.clip_grad_norm_'s
 """
 
@@ -26,6 +27,13 @@ def without_complete_gradients(original: Callable[..., None]) -> Callable[..., N
     """Megatron's reduction over tensor-parallel ranks, without the gradients of QKNorm."""
 
     def reduce(model: list[Any], config: Any, tp_group: Any = None) -> None:
+        replicas = parallel_state.get_data_parallel_world_size()
+        if replicas > 2 and is_tp_invariant_mode_enabled():
+            raise NotImplementedError(
+                f"{replicas} data-parallel ranks: Megatron's DistributedDataParallel adds their gradients in an order "
+                "that depends on where a parameter lies in its buffers, so on the tensor-parallel degree. At most 2 "
+                "are supported: accumulate micro-batches, or sum gradients by tp_invariant.data_parallel"
+            )
         ours = {id(p) for chunk in model for m in chunk.modules() if isinstance(m, QKNorm) for p in m.parameters()}
         named = [p for chunk in model for name, p in chunk.named_parameters() if _is_named(name)]
         if ours and config.qk_layernorm:

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel
 from torch import Tensor
 
 from . import gradients, modules, spec
-from .checks import check_config, check_model
+from .checks import check_config, check_model, padded_vocab_size
 from .versions import HAS_HYBRID
 
 _CORE = "megatron.core."
@@ -28,6 +28,11 @@ def _loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
     """LanguageModule.compute_language_model_loss: labels [b, s], logits [s, b, V/P] -> [b, s]."""
     loss = modules.vocab_parallel_cross_entropy(logits, labels.t().contiguous(), tp_group=self.pg_collection.tp)
     return loss.t().contiguous()
+
+
+def _padded(orig_vocab_size: int, args: Any, logging_enabled: bool = True) -> int:
+    """Megatron's vocab_size_with_padding, at every degree the same."""
+    return padded_vocab_size(orig_vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
 
 
 def _checked(original: Callable[..., None]) -> Callable[..., None]:
@@ -70,6 +75,7 @@ def _of_models() -> list[tuple[str, str | None, str, Any]]:
     ]
     if HAS_HYBRID:
         places += [
+            ("tokenizers.utils.build_tokenizer", None, "vocab_size_with_padding", _padded),
             ("models.hybrid.hybrid_block", None, "TENorm", modules.Norm),
             ("models.hybrid.hybrid_layer_specs", None, "hybrid_stack_spec", spec.hybrid_stack_spec()),
             ("models.hybrid.hybrid_model", "HybridModel", "__init__", _checked),
