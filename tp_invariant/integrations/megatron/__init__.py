@@ -20,6 +20,7 @@ package. Its files, each of which imports those above it:
     install.py      install() and uninstall(), and the subclasses GPTModel and HybridModel
 """
 
+from . import versions
 from .checks import check_config, check_model, padded_vocab_size
 from .install import GPTModel, install, replaced, uninstall
 from .modules import (
@@ -57,3 +58,8 @@ __all__ = [
     "uninstall",
     "vocab_parallel_cross_entropy",
 ]
+
+if versions.HAS_HYBRID:
+    from .install import HybridModel
+
+    __all__ += ["HybridModel"]
