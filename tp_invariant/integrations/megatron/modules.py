@@ -83,10 +83,10 @@ class _MegatronModule:
         """Is not used."""
 
     def _place_for_extra_state(self) -> None:
-        def add(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        def add(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
             state_dict.setdefault(f"{prefix}_extra_state")
 
-        self._register_load_state_dict_pre_hook(add)  # type: ignore[attr-defined]
+        self.register_load_state_dict_pre_hook(add)  # type: ignore[attr-defined]
 
     def backward_dw(self) -> None:
         """Weight gradients are complete when backward returns (config.delay_wgrad_compute is refused)."""
