@@ -125,6 +125,8 @@ def train_transformers_mixture(tp_group, family, by_expert=False, mode=True):
 def test_a_mixture_of_transformers(family, degree):
     """Three steps of AdamW: logits, gradients, losses, norms and parameters."""
     pytest.importorskip("transformers")
+    if not hf_models.has_plan(family):
+        pytest.skip("this version of transformers has no tensor-parallel plan for its layers")
     for by_expert in (False, True) if family == "mixtral" else (False,):
         want = train_transformers_mixture(None, family, by_expert)
         for got in run_ranks(train_transformers_mixture, degree, family, by_expert, device="cuda"):

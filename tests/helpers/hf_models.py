@@ -120,6 +120,11 @@ def build(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> An
     return model.to(dtype).train()
 
 
+def has_plan(family: str) -> bool:
+    """Whether this version of transformers brings a plan for the family's layers (5.17 has none for GraniteMoe)."""
+    return any("layers." in pattern for pattern in build(family).config.base_model_tp_plan or {})
+
+
 def batch(step: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
