@@ -121,7 +121,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> An
 
 
 def has_plan(family: str) -> bool:
-    """Whether there is a plan for the family's layers: transformers 5.17 has none for GraniteMoe, GptOss has this library's."""
+    """Whether there is a plan for the layers: transformers 5.17 has none for GraniteMoe; GptOss has this library's."""
     return family == "gpt_oss" or any("layers." in pattern for pattern in build(family).config.base_model_tp_plan or {})
 
 
