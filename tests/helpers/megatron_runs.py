@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,8 @@ from tp_invariant import testing
 
 def on_new_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """fn(rank, world, *args) on new processes, which alone are in the default group: Megatron makes groups of it."""
-    with tempfile.TemporaryDirectory() as folder:
+    root = str(Path(__file__).parents[2])  # new processes import fn as tests.<..>, as pytest names it
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "path", [*sys.path, root]):
         torch.multiprocessing.spawn(_on_rank, (fn, world, folder, args), nprocs=world)
         return [torch.load(Path(folder, f"result{rank}"), weights_only=False) for rank in range(world)]
 
