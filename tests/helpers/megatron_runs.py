@@ -152,7 +152,11 @@ def loss_of(model: Any, step: int = 0) -> torch.Tensor:
 def steps(
     tp: int, mode: bool, changes: dict[str, Any], tied: bool = False, local: bool = False, hybrid: bool = False
 ) -> dict[str, Any]:
-    """Two steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters."""
+    """Two steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters.
+
+    Each data-parallel rank has a batch of its own. The names are those of the package's modules.
+    """
+    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -165,13 +169,13 @@ def steps(
         for step in range(2):
             ddp.zero_grad_buffer()
             optimizer.zero_grad()
-            loss = loss_of(ddp, step)
+            loss = loss_of(ddp, step + 10 * parallel_state.get_data_parallel_rank())
             loss.mean().backward()
             out[f"loss {step}"] = loss.detach().clone()
-            if local:
-                return out
             finalize_model_grads([ddp])
             for name, p in model.named_parameters():
+                name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+                name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
                 out[f"gradient {step} {name}"] = full(p.main_grad, p).clone()
             out[f"norm {step}"] = float(optimizer.step()[1])
         for name, p in model.named_parameters():

@@ -3,8 +3,8 @@
     import tp_invariant.integrations.transformer_engine as te  # in place of transformer_engine.pytorch
 
 Positional arguments have Transformer Engine's order: the third of `Linear` is sequence_parallel, where that of
-`tp_invariant.Linear` is bias. Each argument has its meaning, or none that could change a result (`WITHOUT_EFFECT`), or
-is refused by name (`REFUSED`). Transformer Engine itself is not imported. docs/transformer_engine.md has the table.
+`tp_invariant.Linear` is bias. Each argument has its meaning, or is accepted without effect, or is refused by name
+(`REFUSED`). Transformer Engine itself is not imported. docs/transformer_engine.md has the table.
 
 Source: the signatures of transformer_engine/pytorch/module/{linear,layernorm_linear,layernorm_mlp}.py, version 2.20.
 """
@@ -52,11 +52,6 @@ REFUSED = {
     "fp8_output": _FP8,
     "fp8_grad": _FP8,
 }
-# initialisation depends on the seed and the parameter; the others are about fp8, names and compiling ahead of use
-WITHOUT_EFFECT = (
-    "get_rng_state_tracker", "rng_tracker_name", "ub_name", "save_original_input", "name", "seq_length",
-    "micro_batch_size",
-)  # fmt: skip
 _GATED = {"geglu": "gelu_tanh", "swiglu": "silu", "reglu": "relu"}
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: call_in_whole_vectors(F.gelu, (x,), {"approximate": "tanh"}),
@@ -87,6 +82,11 @@ def _checked_group(name: str, arguments: Mapping[str, Any]) -> Group:
             "tp_group to the constructor (a later set_tensor_parallel_group is too late), and tp_size to match or not"
         )
     return group
+
+
+def _accept_no_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before state is loaded: layers of other classes saved no `_extra_state`."""
+    state_dict.setdefault(f"{prefix}_extra_state", None)
 
 
 class _NamedLayer(ShardedModule):
@@ -140,10 +140,6 @@ class _NamedLayer(ShardedModule):
                 f"_extra_state of {type(self).__name__} on rank {self.group.rank} holds fp8 state ({size} bytes), and "
                 "there is no fp8 here. To load the weights alone set its key to torch.empty(0, dtype=torch.uint8)"
             )
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        state_dict.setdefault(f"{prefix}_extra_state", None)  # of layers of other classes, which have none
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _begin(self, is_first_microbatch: bool | None, **fp8: bool | None) -> None:
         """Before each forward. With fuse_wgrad_accumulation a first micro-batch replaces what main_grad holds."""
@@ -205,6 +201,7 @@ class Linear(_NamedLayer, _Linear):
             sequence_parallel=sequence_parallel, return_bias=return_bias, init_method=init_method,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, gemm_fn=gemm_fn, device=device, dtype=params_dtype,
         )  # fmt: skip
+        self.register_load_state_dict_pre_hook(_accept_no_extra_state)
 
     def forward(
         self,
@@ -263,6 +260,7 @@ class LayerNormLinear(_NamedLayer, _LayerNormLinear):
             init_method=init_method, fuse_wgrad_accumulation=fuse_wgrad_accumulation, gemm_fn=gemm_fn, device=device,
             dtype=params_dtype,
         )  # fmt: skip
+        self.register_load_state_dict_pre_hook(_accept_no_extra_state)
 
     def forward(
         self,
@@ -375,6 +373,7 @@ class LayerNormMLP(_NamedLayer):
             self.register_parameter(own, empty)
         self._hand_parameters_over()
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_accept_no_extra_state)
 
     def _places(self) -> Iterator[tuple[str, _Linear, str]]:
         """(the name of a parameter, the layer that computes with it, its name there)."""

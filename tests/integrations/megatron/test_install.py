@@ -26,6 +26,8 @@ def test_uninstall_puts_back_what_install_replaced() -> None:
     assert "megatron.core.tensor_parallel.ColumnParallelLinear" in names
     assert megatron.install() == names
     megatron.uninstall()
+    assert set(megatron.install(models=False)) < set(names) == set(megatron.install())
+    megatron.uninstall()
     assert (tensor_parallel.ColumnParallelLinear, LocalSpecProvider.core_attention) == before
     assert megatron.replaced() == []
 

@@ -56,3 +56,11 @@ def test_stages_have_the_bytes_of_one_rank_each(tied: bool) -> None:
     for stage in (0, 1):
         for rank in (0, 1):
             assert not differing(one[stage], two[2 * stage + rank])
+    # the norm: of the gradients of both stages, where a tied table, which both have, counts once
+    squares = sum(
+        float(value.double().square().sum())
+        for stage in (0, 1)
+        for name, value in one[stage].items()
+        if name.startswith("gradient") and not (tied and stage == 1 and "output_layer" in name)
+    )
+    assert one[0]["norm"] == one[1]["norm"] == pytest.approx(squares**0.5, rel=1e-6)

@@ -37,9 +37,9 @@ def finalized(rank: int, world: int, mended: bool) -> dict[str, torch.Tensor]:
 
 def test_finalize_leaves_complete_gradients_of_norms_of_queries_and_keys() -> None:
     for mended, factor in ((True, 1), (False, 2)):
-        gradients = on_new_ranks(finalized, 2, mended)[0]
-        for name in [name.removeprefix("after ") for name in gradients if name.startswith("after ")]:
-            testing.assert_bitwise_equal(gradients[f"after {name}"], gradients[f"before {name}"] * factor)
+        for gradients in on_new_ranks(finalized, 2, mended):
+            for name in [name.removeprefix("after ") for name in gradients if name.startswith("after ")]:
+                testing.assert_bitwise_equal(gradients[f"after {name}"], gradients[f"before {name}"] * factor)
 
 
 def over_three_replicas(rank: int, world: int) -> str:
@@ -109,7 +109,7 @@ def loaded(rank: int, world: int, folder: str, local: bool) -> dict[str, torch.T
 
 def test_a_checkpoint_of_two_ranks_is_loaded_on_four_and_by_megatrons_layers(tmp_path: Path) -> None:
     before = on_new_ranks(saved, 2, str(tmp_path), False)[0]
-    assert not differing(before, on_new_ranks(loaded, 4, str(tmp_path), False)[3])
+    assert not any(differing(before, after) for after in on_new_ranks(loaded, 4, str(tmp_path), False))
     theirs = on_new_ranks(loaded, 1, str(tmp_path), True)[0]
     assert not any(p.isnan().any() for p in theirs.values())
     testing.assert_bitwise_equal(

@@ -39,5 +39,6 @@ def losses(rank: int, world: int, subclass: bool) -> list[torch.Tensor]:
 
 
 def test_subclasses_have_the_bytes_of_installed_models() -> None:
-    for ours, installed in zip(on_new_ranks(losses, 2, True)[1], on_new_ranks(losses, 1, False)[0], strict=True):
+    installed = on_new_ranks(losses, 1, False)[0]
+    for ours in on_new_ranks(losses, 2, True):
         assert_bitwise_equal(ours, installed)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -57,60 +56,43 @@ def norm_of(optimizers: list[Any]) -> float:
     """The gradient norm over the model of these Megatron optimizers, on every rank, also of other pipeline stages.
 
     Raises:
-        NotImplementedError: a distributed optimizer over several data-parallel ranks, or decoupled gradients.
+        NotImplementedError: a distributed optimizer.
     """
-    held: list[Tensor] = []
-    for optimizer in optimizers:
-        held += _gradients_of(optimizer)
+    held = [stand_in for optimizer in optimizers for stand_in in _gradients_of(optimizer)]
     stages = parallel_state.get_pipeline_model_parallel_group()
     return float(clip_grad_norm_(held, math.inf, pp_group=stages if stages.size() > 1 else None))
 
 
 def _gradients_of(optimizer: Any) -> list[Tensor]:
-    """Stand-ins of the optimizer's parameters: empty views of them with the gradient and the model's attributes."""
+    """Views of the optimizer's parameters with the gradient that it uses and the model's attributes."""
     if type(optimizer).__name__ == "DistributedOptimizer":
         raise NotImplementedError(
             "use_distributed_optimizer=True: its buffers cut parameters anywhere, so their gradients have no norm that "
-            "is independent of the degrees. Use tp_invariant.optim or use_distributed_optimizer=False"
+            "is independent of the degrees. Set it to False"
         )
-    pairs = _pairs_of(optimizer)
+    of_model: dict[Tensor, Tensor] = {}  # {a copy in float32: the model's parameter}
+    if hasattr(optimizer, "float16_groups"):
+        for models, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            of_model |= zip(mains, models, strict=True)
     stand_ins = []
-    for model, main in pairs:
-        grad = main.grad
-        stand_in = torch.empty_like(main, requires_grad=False) if grad is None else main.detach()
-        stand_in.grad = grad
+    for main in optimizer.get_parameters():
+        model, stand_in = of_model.get(main, main), main.detach()
+        stand_in.grad = main.grad
         for name in ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "shared"):
             if hasattr(model, name):
                 setattr(stand_in, name, getattr(model, name))
-        stand_in.tp_group = carried_group(model)  # type: ignore[attr-defined]
+        stand_in.tp_group = carried_group(model)
         stand_ins.append(stand_in)
     return stand_ins
 
 
-def _pairs_of(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """(the model's parameter, that of the inner optimizer with the gradient in float32) in the model's order."""
-    if hasattr(optimizer, "float16_groups"):
-        groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
-        copies = {id(main): model for models, mains in groups for model, main in zip(models, mains, strict=True)}
-    else:
-        copies = {}
-    return [(copies.get(id(p), p), p) for p in optimizer.get_parameters()]
-
-
 def invariant_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """MegatronOptimizer.get_grad_norm, and with the mode on the norm that does not depend on the degree."""
+    """get_grad_norm of an optimizer or a chain of them, and with the mode on a norm that depends on no degree."""
 
     def get_grad_norm(self: Any) -> Any:
-        return norm_of([self]) if is_tp_invariant_mode_enabled() else original(self)
-
-    return get_grad_norm
-
-
-def invariant_grad_norm_of_chain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """ChainedOptimizer.get_grad_norm likewise, of all its optimizers together."""
-
-    def get_grad_norm(self: Any) -> Any:
-        return norm_of(self.chained_optimizers) if is_tp_invariant_mode_enabled() else original(self)
+        if not is_tp_invariant_mode_enabled():
+            return original(self)
+        return norm_of(getattr(self, "chained_optimizers", [self]))
 
     return get_grad_norm
 
@@ -122,19 +104,10 @@ def invariant_clip(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_tp_invariant_mode_enabled():
             return original(self, clip_grad)
         norm = norm_of([self])
-        if clip_grad > 0.0:
-            scale_by_norm([self], clip_grad, norm)
+        if clip_grad > 0.0 and (coefficient := clip_grad / (norm + 1.0e-6)) < 1.0:
+            for p in self.get_parameters():
+                if p.grad is not None:
+                    p.grad.mul_(coefficient)
         return norm
 
     return clip_grad_norm
-
-
-def scale_by_norm(optimizers: list[Any], clip_grad: float, norm: float) -> None:
-    """Scales the optimizers' gradients in place: what Megatron's own function does, in torch."""
-    coefficient = clip_grad / (norm + 1.0e-6)
-    if coefficient >= 1.0:
-        return
-    for optimizer in optimizers:
-        for p in optimizer.get_parameters():
-            if p.grad is not None:
-                p.grad.mul_(coefficient)

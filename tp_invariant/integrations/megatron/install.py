@@ -90,13 +90,13 @@ def _of_training() -> list[tuple[str, str | None, str, Any]]:
         ("distributed.finalize_model_grads", None, reduce, gradients.without_complete_gradients),
         ("optimizer.optimizer", "MegatronOptimizer", "get_grad_norm", gradients.invariant_grad_norm),
         ("optimizer.optimizer", "MegatronOptimizer", "clip_grad_norm", gradients.invariant_clip),
-        ("optimizer.optimizer", "ChainedOptimizer", "get_grad_norm", gradients.invariant_grad_norm_of_chain),
+        ("optimizer.optimizer", "ChainedOptimizer", "get_grad_norm", gradients.invariant_grad_norm),
     ]
 
 
 _WRAPPERS = (
     _checked, _fused_in_module, gradients.without_complete_gradients, gradients.invariant_grad_norm,
-    gradients.invariant_clip, gradients.invariant_grad_norm_of_chain,
+    gradients.invariant_clip,
 )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _restore(former: list[tuple[Any, str, Any]]) -> None:
 def install(*, models: bool = True) -> list[str]:
     """Replaces what Megatron's models and training loop are made of; call it before a model is built.
 
-    A second call does nothing.
+    A second call adds what the first one left out.
 
     Args:
         models: False replaces what acts on gradients alone, for models that are built of GPTModel, HybridModel or the
@@ -127,13 +127,19 @@ def install(*, models: bool = True) -> list[str]:
     Returns:
         The names of what was replaced.
     """
-    if not _former:
-        try:
-            _replace([*_of_training(), *(_of_models() if models else [])], _former)
-        except Exception:
-            _restore(_former)
-            raise
+    places = [] if _former else _of_training()
+    if models and not _are_models_replaced():
+        places += _of_models()
+    try:
+        _replace(places, _former)
+    except Exception:
+        _restore(_former)
+        raise
     return replaced()
+
+
+def _are_models_replaced() -> bool:
+    return any(owner is MegatronGPTModel for owner, _, _ in _former)
 
 
 def uninstall() -> None:
@@ -150,7 +156,7 @@ def replaced() -> list[str]:
 def _models_replaced() -> Iterator[None]:
     """While a subclass's constructor runs: what models are made of is this package's."""
     former: list[tuple[Any, str, Any]] = []
-    if not any(owner is MegatronGPTModel for owner, _, _ in _former):
+    if not _are_models_replaced():
         _replace(_of_models(), former)
     try:
         yield

@@ -73,6 +73,11 @@ def _initialiser(config: Any, init_method: Callable[[Tensor], Any] | None) -> Ca
     return fill
 
 
+def _accept_no_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before state is loaded: other layers saved no `_extra_state`."""
+    state_dict.setdefault(f"{prefix}_extra_state", None)
+
+
 class _MegatronModule:
     """What Megatron's own layers have besides: no extra state, but a place for it in state dicts."""
 
@@ -83,10 +88,7 @@ class _MegatronModule:
         """Is not used."""
 
     def _place_for_extra_state(self) -> None:
-        def add(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-            state_dict.setdefault(f"{prefix}_extra_state")
-
-        self.register_load_state_dict_pre_hook(add)  # type: ignore[attr-defined]
+        self.register_load_state_dict_pre_hook(_accept_no_extra_state)  # type: ignore[attr-defined]
 
     def backward_dw(self) -> None:
         """Weight gradients are complete when backward returns (config.delay_wgrad_compute is refused)."""
