@@ -1,4 +1,4 @@
-"""docs/your_tools.md: each row of its tables names a test that is there."""
+"""docs/tools_tested.md: each row of its tables names a test that is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "your_tools.md").read_text()
+PAGE = (ROOT / "docs" / "tools_tested.md").read_text()
 
 
 def rows_of(page: str) -> list[list[str]]:

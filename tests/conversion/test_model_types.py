@@ -1,4 +1,4 @@
-"""A sample of the table of model types in docs/hugging_face.md, made again; the whole of it: model_types.py."""
+"""A sample of the table of model types in docs/model_types.md, made again; the whole of it: model_types.py."""
 
 import model_types
 import pytest

@@ -1,7 +1,7 @@
 """Which causal language models of transformers `parallelize` takes: tries every model type, writes the table of docs.
 
     python model_types.py --results results.json [TYPE ..]  # the types without a result, or those named; slow
-    python tests/helpers/model_types.py --results results.json --write       # docs/hugging_face.md, from the results
+    python tests/helpers/model_types.py --results results.json --write       # docs/model_types.md, from the results
 
 Each type of AutoModelForCausalLM gets a tiny config (`tiny_config`), a model with random weights, and one forward and
 backward at TP=1 and TP=2, with the mode on, without and with sequence parallelism, with the output layer tied to the
@@ -37,7 +37,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.hugging_face.experts import use_own_code
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "hugging_face.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "model_types.md"
 BATCH, SEQUENCE, VOCABULARY = 2, 24, 96
 MOST_PARAMETERS = 60_000_000  # of a model that counts as tiny; a larger one is a config that was not shrunk
 

@@ -170,7 +170,7 @@ def test_what_takes_the_activations_place_is_called(qwen3):
 
 # --- model types ----------------------------------------------------------------------------------------------------
 
-# Of those that work by the table in docs/hugging_face.md: no gated block outside of experts that is what it must be.
+# Of those that work by the table in docs/model_types.md: no gated block outside of experts that is what it must be.
 WITHOUT_GATED = {
     "arcee", "cohere2_moe", "flex_olmo", "gpt_neox", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid",
     "granitemoeshared", "jais2", "lfm2_moe", "mellum", "minimax", "minimax_m2", "mixtral", "nanochat", "nemotron",
@@ -190,7 +190,7 @@ def working_types() -> list[str]:
 
 
 def test_the_model_types_that_get_them(pytestconfig):
-    """The numbers of docs/hugging_face.md; with --all-layouts of every type that works, in under a minute."""
+    """The numbers of docs/model_types.md; with --all-layouts of every type that works, in under a minute."""
     import sys
 
     names = working_types()
