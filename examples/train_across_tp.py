@@ -17,6 +17,7 @@ import functools
 import json
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def _compare(degrees: list[int], config: TrainConfig, options: argparse.Namespac
             missing = "No picture: matplotlib is not installed (pip install matplotlib, or ask for --no-picture)"
             print(f"Picture: {options.picture.resolve()}" if saved else missing)
     line, good = verdict(on, off)
-    print(line)
+    print(textwrap.fill(line, 118, subsequent_indent="    "))
     return 0 if good else 1
 
 

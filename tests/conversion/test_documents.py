@@ -83,6 +83,7 @@ def run_program(tp_group, source: str, arguments: list[str]) -> tuple[object, ..
     ("page", "name", "degrees"),
     [
         ("README.md", "own_model.py", (1, 2, 4)),
+        ("README.md", "small_qwen3.py", (1, 2, 4)),
         ("docs/own_models.md", "plan.py", (1, 2, 4)),
         ("docs/hugging_face.md", "hf_model.py", (1, 2)),
         ("docs/meshes.md", "experts.py", (1, 2, 4)),
@@ -117,6 +118,29 @@ def test_the_tables_name_every_style_and_option():
 def test_the_readme_counts_the_model_types_that_the_table_has():
     (counted,) = re.findall(r"(\d+) model types of transformers", (ROOT / "README.md").read_text())
     assert f" {counted} work." in (ROOT / "docs" / "model_types.md").read_text()
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """Each table's rows, the headings first and without the line below them; a row is a list of its cells."""
+    found = re.findall(r"(?:^\|.*\|\n)+", (ROOT / page).read_text(), re.MULTILINE)
+    split = [[[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()] for table in found]
+    return [[headings, *rows] for headings, _, *rows in split]
+
+
+def test_the_readme_has_the_speeds_of_the_page():
+    """Each ratio stands on docs/performance.md, in a row and a column of the same names."""
+    measured = {
+        (row[0], heading): cell
+        for headings, *rows in tables("docs/performance.md")
+        for row in rows
+        for heading, cell in zip(headings, row, strict=True)
+    }
+    (shown,) = [table for table in tables("README.md") if "CUDA graphs" in table[0]]
+    headings, *rows = shown
+    assert len(rows) == 4
+    for row in rows:
+        ratios = {heading: cell for heading, cell in zip(headings[1:], row[1:], strict=True) if cell}
+        assert ratios == {heading: measured[row[0], heading] for heading in ratios}
 
 
 def test_the_reference_has_every_public_name():
