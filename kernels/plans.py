@@ -37,18 +37,15 @@ def layouts(*tensors: Tensor | None) -> tuple | None:
 
     None altogether where a plan is not for them: subclasses of Tensor, and tensors that torch negates by a flag alone.
     """
+    key: list = []
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or x.is_neg()):
+        if x is None:
+            key += (None,)
+        elif type(x) not in _PLAIN or x.is_neg():
             return None
-    return tuple(
-        [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), _alignment(x)) for x in tensors]
-    )
-
-
-def _alignment(x: Tensor) -> bool | None:
-    """None of a tensor whose memory has been freed, as fully_shard frees it: the checks of a plan refuse it."""
-    address = x.data_ptr()
-    return address % 16 == 0 if address else None
+        else:  # an address of 0 is of memory that has been freed, as fully_shard frees it: a plan's checks refuse it
+            key += x.shape, x.stride(), x.dtype, x.get_device(), (x.data_ptr() or 0.5) % 16
+    return tuple(key)
 
 
 def run(prepare: Callable[..., Callable], tensors: tuple[Tensor | None, ...], *options: Any) -> Any:
@@ -56,10 +53,10 @@ def run(prepare: Callable[..., Callable], tensors: tuple[Tensor | None, ...], *o
 
     prepare: checks its arguments, which is not done again.
     """
-    kinds, of_tensors = [type(option) for option in options], layouts(*tensors)
+    kinds, of_tensors = (*map(type, options),), layouts(*tensors)
     if of_tensors is None or not _KINDS.issuperset(kinds):
         return prepare(*tensors, *options)(*tensors)
-    key = prepare, of_tensors, options, *kinds  # 1.0 and True are equal to 1
+    key = prepare, of_tensors, options, kinds  # 1.0 and True are equal to 1
     call = _plans.get(key)
     if call is None:
         call = prepare(*tensors, *options)
@@ -99,7 +96,7 @@ def specialization(x: Any) -> Any:
         return x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
     if kind is float or x is None:
         return kind
-    return kind, x.base.dtype, *x.block_shape
+    return TensorDescriptor, x.base.dtype, *x.block_shape
 
 
 @functools.cache
@@ -177,29 +174,26 @@ class Launch:
             self.compiled = compiled[self._grid]
 
 
-class Described:
-    """A descriptor but for its tensor: `of` a tensor of the same dtype and alignment it is one."""
-
-    def __init__(self, descriptor: Any) -> None:
-        self._kind, self._fields = type(descriptor), {**vars(descriptor), "base": None}
-
-    def of(self, x: Tensor) -> Any:
-        described = object.__new__(self._kind)
-        described.__dict__ = {**self._fields, "base": x}
-        return described
+def _set_base(descriptor: Any, x: Tensor) -> None:
+    descriptor.base = x
 
 
 def described(
     x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], make: Any = TensorDescriptor
-) -> Described:
+) -> Callable[[Tensor], Any]:
     """What a kernel reads blocks of x's memory through by TMA, seen with this shape and these strides.
+
+    It is a class of descriptors that have all but the tensor in common: called with a tensor of x's dtype and alignment
+    it gives one, which Triton need not check.
 
     make: of x and three lists, shape, strides and block, the descriptor of a kernel of Gluon's.
     """
     key = make, x.dtype, x.data_ptr() % 16 == 0, shape, strides, block
     plan = _plans.get(key)
     if plan is None:
-        plan = Described(make(x, list(shape), list(strides), list(block)))  # Triton checks them
+        checked = make(x, list(shape), list(strides), list(block))
+        kind = type(checked)
+        plan = type(kind.__name__, (kind,), {**vars(checked), "base": None, "__init__": _set_base})
         store(key, plan)
     return plan  # type: ignore[no-any-return]
 
@@ -208,4 +202,4 @@ def descriptor(x: Tensor, *view: Any) -> Any:
     """`described` of x. On CUDA the driver encodes it, for which it needs a context."""
     if x.is_cuda and not thread.has_context:
         bind_context(x.get_device())
-    return described(x, *view).of(x)
+    return described(x, *view)(x)

@@ -10,34 +10,42 @@ If several query heads share a key head, dk and dv are written in fp32 for each 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, launch_on
-from ..plans import Kernel, descriptor
+from ..plans import Kernel, Launch, described, run
 from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
     Problem,
     Tile,
     aligned,
     aligned_flat,
-    as_rows,
+    as_matrix,
+    as_numbers,
+    as_options,
     backward_key_tiles,
     backward_query_tile,
     biased_exponent,
     capped,
+    from_options,
     has_room,
     key_phases,
     load_tokens,
-    matrix_arguments,
     matrix_rows,
+    matrix_strides,
     pad_heads,
     padded_head_dim,
     problem,
+    rows_of,
     seen,
     sequence,
+    taken,
     taken_head_dim,
     tile_for,
     tile_of,
@@ -430,15 +438,9 @@ def backward(
     mask_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
-    head_dim = q.shape[3]
-    taken = taken_head_dim(head_dim, q.dtype)
-    with launch_on(q, "attention backward"):
-        dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
-        given = (pad_heads(x, taken) for x in (dout, q, k, v, out))
-        *grads, delta = _backward(*given, lse, spec, lengths, mask, dmask)
-    if taken != head_dim:
-        grads = [heads_side_by_side(grad[..., :head_dim]) for grad in grads]
-    dq, dk, dv = grads
+    packed, options = as_options(spec, lengths)
+    dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
+    dq, dk, dv, delta = run(_prepare, (dout, q, k, v, out, lse, mask, dmask, *packed), *options)
     return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
 
 
@@ -448,88 +450,103 @@ def _are_aligned(lse: Tensor, p: Problem) -> bool:
     return not packed and lse.shape[2] % 4 == 0 and lse.numel() < 2**31
 
 
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    lengths: PackedLengths | None,
-    mask: Tensor | None,
-    dmask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and delta [B, Hq, Sq]; writes dmask."""
-    dq, dk, dv = (
-        torch.empty_strided(x.shape, strides_of_heads(x.shape), dtype=x.dtype, device=x.device) for x in (q, k, v)
-    )
-    mask = None if mask is None else mask.resolve_neg()
+def _prepare(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Any) -> Callable:
+    """What gives dq, dk, dv and delta [B, Hq, Sq], and writes dmask, for tensors of these layouts."""
+    launch_on(q, "attention backward")
+    head_dim, padded = q.shape[3], taken_head_dim(q.shape[3], q.dtype)
+    if padded == head_dim:
+        return _prepare_taken(dout, q, k, v, out, *others)
+    differentiate = _prepare_taken(*(pad_heads(x, padded) for x in (dout, q, k, v, out)), *others)
+
+    def call(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        *grads, delta = differentiate(*(pad_heads(x, padded) for x in (dout, q, k, v, out)), *others)
+        return *(heads_side_by_side(grad[..., :head_dim]) for grad in grads), delta
+
+    return call
+
+
+def _prepare_taken(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, dmask: Tensor | None,
+    cu_q: Tensor | None, cu_k: Tensor | None, *options: Any,
+) -> Callable:  # fmt: skip
+    """The same of a head size that kernels take."""
+    dtype, device, index, launch_index = q.dtype, q.device, q.device.index, q.get_device()
+    grads = [(x.shape, strides_of_heads(x.shape)) for x in (q, k, v)]
+
+    def results() -> list[Tensor]:
+        return [torch.empty_strided(*sizes, dtype=dtype, device=device) for sizes in grads]
+
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
-    q, k, v, dout, out = (aligned(x) for x in (q, k, v, dout, out))
-    lse = aligned_flat(lse)
-    # only these are read through descriptors; a copy of one is another tensor for the pointers, too
-    (q_matrix, of_q), (k_matrix, of_k), (v_matrix, of_v), (dout_matrix, of_dout) = map(as_rows, (q, k, v, dout))
+        return lambda dout, q, k, v, out, lse, *_: (*(grad.zero_() for grad in results()), torch.zeros_like(lse))
+    mask = None if mask is None else mask.resolve_neg()
+    takes = as_matrix, as_matrix, as_matrix, as_matrix, aligned, aligned_flat, as_numbers
+    (dout, q, k, v, out, lse, _), take = taken(takes, (dout, q, k, v, out, lse, mask))
+    spec, lengths = from_options(cu_q, cu_k, *options)
     p = problem(q, k, spec, lengths, mask=mask)
-    (batch, heads, tokens, size), (kv_heads, tokens_k), index = q.shape, k.shape[1:3], q.device.index
+    of_q, of_k, of_v, of_dout = map(rows_of, (q, k, v, dout))
+    (batch, heads, tokens, size), (kv_heads, tokens_k) = q.shape, k.shape[1:3]
     head_dim, groups, unit = padded_head_dim(size), heads // kv_heads, 16 // q.element_size()
     causal, window = p.flags[:2]
     room = has_room(index) and (p.matrix_dtype is None or p.matrix_dtype.itemsize <= 2)
-    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    matrix = matrix_arguments(mask, p.matrix_unit)
-    options = p.window, p.factor, p.inverse_cap, spec.scale
+    matrix = matrix_strides(mask, p.matrix_unit)
 
-    delta, rows = torch.empty_like(lse), batch * heads * tokens
-    _delta(
-        index, (cdiv(rows, _DELTA_TILE.queries),),
-        (out, dout, delta, rows, heads, tokens, *unit_strides(out), *unit_strides(dout)),
-        (size, head_dim, _DELTA_TILE.queries, unit), **_DELTA_TILE.options,
-    )  # fmt: skip
+    def numbers_of(tiles: int) -> tuple:
+        return heads, groups, p.sequences, tiles, tokens, tokens_k, p.window, p.factor, p.inverse_cap, spec.scale
+
+    rows, tile = batch * heads * tokens, _DELTA_TILE
+    constants: tuple = size, head_dim, tile.queries, unit
+    launch_delta = Launch(_delta, launch_index, (cdiv(rows, tile.queries),), constants, **tile.options)
+    numbers_of_delta = rows, heads, tokens, *unit_strides(out), *unit_strides(dout)
+
+    aligned_rows = _are_aligned(lse, p)
+    key_launches = []
+    for tile, *which in backward_key_tiles(head_dim, dtype, causal=causal, aligned=aligned_rows, room=room):
+        block, tiles = (tile.queries, head_dim), cdiv(p.longest_k, tile.keys)
+        constants = (
+            size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit, aligned_rows,
+            *which,
+        )  # fmt: skip
+        places = *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v)
+        key_launches.append((
+            Launch(_dk_dv, launch_index, (tiles * heads * p.sequences,), constants, **tile.options),
+            of_q.described(q, block), of_dout.described(dout, block),
+            described(lse, (lse.numel(),), (1,), block[:1]) if aligned_rows else lambda x: x,
+            (*matrix, *places, *numbers_of(tiles)),
+        ))  # fmt: skip
 
     # dk and dv, where several query heads share a key head in fp32 for each, which are then added
-    parts = (dk, dv)
+    shape_of_parts, totals = (2, batch, tokens_k, heads, size), batch * tokens_k * kv_heads
     if groups > 1:
-        parts = torch.empty((2, batch, tokens_k, heads, size), dtype=torch.float32, device=q.device).unbind(0)
-    aligned_rows = _are_aligned(lse, p)
-    key_tiles = backward_key_tiles(head_dim, q.dtype, causal=causal, aligned=aligned_rows, room=room)
-    for tile, *which in key_tiles:
-        block, tiles = (tile.queries, head_dim), cdiv(p.longest_k, tile.keys)
-        of_rows = [descriptor(x, (x.numel(),), (1,), block[:1]) if aligned_rows else x for x in (lse, delta)]
-        _dk_dv(
-            index, (tiles * heads * p.sequences,),
-            (
-                of_q.descriptor(q_matrix, block), of_dout.descriptor(dout_matrix, block), *of_rows, k, v, *parts,
-                cu_q, cu_k, *matrix, *of_q.places, *of_dout.places, *unit_strides(k), *unit_strides(v), heads, groups,
-                p.sequences, tiles, tokens, tokens_k, *options,
-            ),
-            (
-                size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
-                aligned_rows, *which,
-            ),
-            **tile.options,
-        )  # fmt: skip
-    if groups > 1:
-        totals, rows_at_once = batch * tokens_k * kv_heads, max(1, _SUM_TILE.queries // head_dim)
-        _sum_heads(
-            index, (cdiv(totals, rows_at_once), 2), (*parts, dk, dv, totals, groups), (size, head_dim, rows_at_once),
-            **_SUM_TILE.options,
-        )  # fmt: skip
+        rows_at_once = max(1, _SUM_TILE.queries // head_dim)
+        constants, grid = (size, head_dim, rows_at_once), (cdiv(totals, rows_at_once), 2)
+        launch_sum = Launch(_sum_heads, launch_index, grid, constants, **_SUM_TILE.options)
 
-    tile = backward_query_tile(head_dim, q.dtype, causal=causal, partly=window or p.matrix > 0, room=room)
+    tile = backward_query_tile(head_dim, dtype, causal=causal, partly=window or p.matrix > 0, room=room)
     tile = tile_for(p, tile, index)
     block, tiles = (tile.keys, head_dim), cdiv(p.longest_q, tile.queries)
-    _dq(
-        index, (tiles * heads * p.sequences,),
-        (
-            q, dout, of_k.descriptor(k_matrix, block), of_v.descriptor(v_matrix, block), lse, delta, dq, cu_q, cu_k,
-            *matrix, dmask, *of_k.places, *of_v.places, *unit_strides(q), *unit_strides(dout), heads, groups,
-            p.sequences, tiles, tokens, tokens_k, *options,
-        ),
-        (
-            size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
-            dmask is not None,
-        ),
-        **tile.options,
+    constants = (
+        size, head_dim, tile.queries, tile.keys, tile.stages, unit, *p.flags, p.matrix, p.matrix_unit,
+        dmask is not None,
     )  # fmt: skip
-    return dq, dk, dv, delta
+    launch_dq = Launch(_dq, launch_index, (tiles * heads * p.sequences,), constants, **tile.options)
+    k_block, v_block = of_k.described(k, block), of_v.described(v, block)
+    numbers_of_dq = *of_k.places, *of_v.places, *unit_strides(q), *unit_strides(dout), *numbers_of(tiles)
+
+    def call(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+        dmask: Tensor | None, *packed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dout, q, k, v, out, lse, mask = take(dout, q, k, v, out, lse, mask)
+        dq, dk, dv = results()
+        delta = torch.empty_like(lse)
+        launch_delta(out, dout, delta, *numbers_of_delta)
+        parts = (dk, dv) if groups == 1 else torch.empty(shape_of_parts, dtype=torch.float32, device=device).unbind(0)
+        for launch, q_block, dout_block, row_block, numbers in key_launches:
+            of_rows = row_block(lse), row_block(delta)
+            launch(q_block(q), dout_block(dout), *of_rows, k, v, *parts, *packed, mask, *numbers)
+        if groups > 1:
+            launch_sum(*parts, dk, dv, totals, groups)
+        launch_dq(q, dout, k_block(k), v_block(v), lse, delta, dq, *packed, mask, *matrix, dmask, *numbers_of_dq)
+        return dq, dk, dv, delta
+
+    return call

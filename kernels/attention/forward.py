@@ -19,37 +19,44 @@ that are not split run the kernel of hopper.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import can_overlap, cdiv, launch_on
-from ..plans import Kernel, descriptor
+from ..plans import Kernel, Launch, run
 from .backward import backward
 from .merge import finish, fold, merge_kernel
-from .spec import CHUNK, AttentionSpec, PackedLengths, empty_heads, heads_side_by_side
+from .spec import CHUNK, AttentionSpec, PackedLengths, heads_side_by_side, strides_of_heads
 from .tiles import (
     LOG2_E,
     Problem,
     Rows,
     Tile,
     aligned,
-    as_rows,
+    as_matrix,
+    as_numbers,
+    as_options,
     capped,
     forward_tile,
+    from_options,
     has_room,
     key_phases,
     load_tokens,
-    matrix_arguments,
     matrix_rows,
+    matrix_strides,
     pad_heads,
     padded_head_dim,
     problem,
+    rows_of,
     seen,
     sequence,
+    taken,
     taken_head_dim,
     tile_for,
     tile_of,
@@ -252,28 +259,20 @@ _attention = Kernel(_forward_kernel, enable_fp_fusion=False)
 _merge = Kernel(merge_kernel, enable_fp_fusion=False)
 
 
-class _Launch(NamedTuple):
-    """Of a launch all but its tensors: the numbers after them, the constexprs, the grid and Triton's options."""
-
-    numbers: tuple
-    constants: tuple
-    grid: tuple[int, ...]
-    options: dict[str, Any]
-
-
 class _Plan(NamedTuple):
     """How attention is computed.
 
     is_own    by hopper.py's kernel, not by this file's
     blocks    of keys and of values that a step loads
+    attend    its launch, and the numbers after its tensors
     merge     the launch that folds chunks which had a program each; None if one program had all of them
     parts     the number of fp32 values that programs then leave to it
     """
 
     is_own: bool
     blocks: tuple[tuple[int, int], tuple[int, int]]
-    attend: _Launch
-    merge: _Launch | None = None
+    attend: tuple[Launch, tuple]
+    merge: tuple[Launch, tuple] | None = None
     parts: int = 0
 
 
@@ -297,6 +296,7 @@ def _plan(
     split = chunks > 1 and (shared_tiles == 1 or idle) and scratch <= most
     is_own = not split and _has_own_kernel(index, head_dim, dtype)
     unit, masks = 16 // dtype.itemsize, (p.sinks, p.matrix, p.matrix_unit)
+    launch_index = -1 if index is None else index
     if is_own:
         from . import hopper
 
@@ -316,7 +316,8 @@ def _plan(
     if is_own:
         constants = size, head_dim, tile.queries, tile.keys, *buffers, chunk, unit, *p.flags, *masks
         options = tile.options if registers is None else {**tile.options, "maxnreg": registers}
-        return _Plan(True, (k_block, v_block), _Launch(numbers, constants, (programs,), options))
+        launch = Launch(hopper.forward, launch_index, (programs,), constants, **options)
+        return _Plan(True, (k_block, v_block), (launch, numbers))
     v_columns = head_dim
     # If half of the GPU would still be idle, each program computes half of v's columns and its own scores. Not in fp32,
     # where the compiler derives the order of a row's sum of weights from all shapes of a program.
@@ -333,20 +334,17 @@ def _plan(
         *masks,
     )  # fmt: skip
     grid = programs, head_dim // v_columns, slots
-    attend = _Launch((*numbers, chunks, part_rows, places), constants, grid, tile.options)
+    launch = Launch(_attention, launch_index, grid, constants, **tile.options)
+    attend = launch, (*numbers, chunks, part_rows, places)
     blocks = k_block, (tile.keys, v_columns)
     if not split:
         return _Plan(False, blocks, attend)
     merge_tile = Tile(1, 0, max(1, head_dim // 32), 1)  # one column for each thread, so that registers hold many parts
-    merge = _Launch(
-        (tokens, keys, heads // shared, part_rows, places, p.window, p.exponent, chunks),
-        (
-            size, head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH, p.sinks, p.matrix,
-        ),
-        (part_rows * pairs,),
-        {**merge_tile.options, "launch_pdl": True} if overlap else merge_tile.options,
-    )  # fmt: skip
-    return _Plan(False, blocks, attend, merge, places * (head_dim + 2))
+    constants = size, head_dim, chunk, tile.keys, shared, causal, window, packed, overlap, _MERGE_WIDTH
+    options = {**merge_tile.options, "launch_pdl": True} if overlap else merge_tile.options
+    launch = Launch(_merge, launch_index, (part_rows * pairs,), (*constants, p.sinks, p.matrix), **options)
+    numbers = tokens, keys, heads // shared, part_rows, places, p.window, p.exponent, chunks
+    return _Plan(False, blocks, attend, (launch, numbers), places * (head_dim + 2))
 
 
 def forward(
@@ -359,50 +357,66 @@ def forward(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See spec.py. Raises ValueError for a device without Triton, and for a mask whose strides have over 32 bits."""
-    head_dim = q.shape[3]
-    taken = taken_head_dim(head_dim, q.dtype)
-    with launch_on(q, "attention"):
-        if taken == head_dim:
-            return _forward(q, k, v, spec, lengths, sinks, mask)
-        out, lse = _forward(*(pad_heads(x, taken) for x in (q, k, v)), spec, lengths, sinks, mask)
-    return heads_side_by_side(out[..., :head_dim]), lse
+    packed, options = as_options(spec, lengths)
+    return run(_prepare, (q, k, v, sinks, mask, *packed), *options)  # type: ignore[no-any-return]
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    lengths: PackedLengths | None,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    sinks = None if sinks is None else sinks.resolve_neg()
-    mask = None if mask is None else mask.resolve_neg()
-    p, shape, index = problem(q, k, spec, lengths, sinks, mask), q.shape, q.device.index
-    out = empty_heads(q)
-    lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    if q.numel() == 0:
-        return out, lse
-    if k.shape[2] == 0:
+def _prepare(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Callable:
+    """`forward` of tensors of these layouts; the others are two tensors, and what `as_options` gives."""
+    launch_on(q, "attention")
+    head_dim, padded = q.shape[3], taken_head_dim(q.shape[3], q.dtype)
+    if padded == head_dim:
+        return _prepare_taken(q, k, v, *others)
+    attend = _prepare_taken(*(pad_heads(x, padded) for x in (q, k, v)), *others)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = attend(*(pad_heads(x, padded) for x in (q, k, v)), *others)
+        return heads_side_by_side(out[..., :head_dim]), lse
+
+    return call
+
+
+def _prepare_taken(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, cu_q: Tensor | None,
+    cu_k: Tensor | None, *options: Any,
+) -> Callable:  # fmt: skip
+    """The same of a head size that kernels take."""
+    shape, strides, dtype, device, keys = q.shape, strides_of_heads(q.shape), q.dtype, q.device, k.shape[2]
+
+    def results() -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return out, torch.empty(shape[:3], dtype=torch.float32, device=device)
+
+    def without_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+        out, lse = results()
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_((sinks * LOG2_E)[:, None])
-    q, (k, k_rows), (v, v_rows) = aligned(q), as_rows(aligned(k)), as_rows(aligned(v))
-    plan = _plan(shape, k.shape[2], unit_strides(q), k_rows, v_rows, q.dtype, index, p, CHUNK)
-    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    kernel, describe = _attention, descriptor
-    if plan.is_own:
-        from .. import gluon_descriptor
-        from . import hopper
 
-        kernel, describe = hopper.forward, gluon_descriptor.descriptor
-    part = None if plan.merge is None else torch.empty(plan.parts, dtype=torch.float32, device=q.device)
-    tensors = (
-        q, k_rows.descriptor(k, plan.blocks[0], describe), v_rows.descriptor(v, plan.blocks[1], describe), out, lse,
-        cu_q, cu_k, sinks, *matrix_arguments(mask, p.matrix_unit), *(() if plan.is_own else (part,)),
-    )  # fmt: skip
-    numbers, constants, grid, options = plan.attend
-    kernel(index, grid, (*tensors, *numbers), constants, **options)
-    if plan.merge is not None:
-        numbers, constants, grid, options = plan.merge
-        _merge(index, grid, (part, out, lse, cu_q, cu_k, sinks, *numbers), constants, **options)
-    return out, lse
+    if q.numel() == 0:
+        return lambda *_: results()
+    if keys == 0:
+        return without_keys
+    mask = None if mask is None else mask.resolve_neg()
+    takes = aligned, as_matrix, as_matrix, Tensor.resolve_neg, as_numbers
+    (q, k, v, sinks, _), take = taken(takes, (q, k, v, sinks, mask))
+    p, k_rows, v_rows = problem(q, k, *from_options(cu_q, cu_k, *options), sinks, mask), rows_of(k), rows_of(v)
+    plan = _plan(shape, keys, unit_strides(q), k_rows, v_rows, dtype, device.index, p, CHUNK)
+    make: Any = TensorDescriptor
+    if plan.is_own:
+        from ..gluon_descriptor import make
+    of_k, of_v = k_rows.described(k, plan.blocks[0], make), v_rows.described(v, plan.blocks[1], make)
+    (attend, numbers), merge, parts, has_part = plan.attend, plan.merge, plan.parts, not plan.is_own
+    numbers_of_mask = matrix_strides(mask, p.matrix_unit)
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, *packed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks, mask = take(q, k, v, sinks, mask)
+        out, lse = results()
+        part = (torch.empty(parts, dtype=torch.float32, device=device) if parts else None,) if has_part else ()
+        attend(q, of_k(k), of_v(v), out, lse, *packed, sinks, mask, *numbers_of_mask, *part, *numbers)
+        if merge is not None:
+            launch, more_numbers = merge
+            launch(*part, out, lse, *packed, sinks, *more_numbers)
+        return out, lse
+
+    return call

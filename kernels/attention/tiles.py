@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..plans import descriptor
+from ..plans import described
 from .spec import LOG2_E, AttentionSpec, PackedLengths
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # the kernels take other sizes as the next of these, with zeros behind
@@ -230,9 +232,9 @@ class Rows(NamedTuple):
     column_batch: int
     column_head: int
 
-    def descriptor(self, x: Tensor, block: tuple[int, int], describe: Callable[..., Any] = descriptor) -> Any:
-        """describe: `descriptor` of the kernel's own, if it has one."""
-        return describe(x, self.shape, self.strides, block if len(self.shape) == 2 else (block[0], 1, block[1]))
+    def described(self, x: Tensor, block: tuple[int, int], make: Any = TensorDescriptor) -> Callable[[Tensor], Any]:
+        """plans.described of x."""
+        return described(x, self.shape, self.strides, block if len(self.shape) == 2 else (block[0], 1, block[1]), make)
 
     @property
     def places(self) -> tuple[int, int, int, int]:
@@ -294,14 +296,30 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
     return None
 
 
-def as_rows(x: Tensor) -> tuple[Tensor, Rows]:
-    """x, or a contiguous copy of it if it is not a matrix, and its Rows; x comes from `aligned`."""
+def as_matrix(x: Tensor) -> Tensor:
+    """x as `aligned` gives it, or a contiguous copy of it if it is not a matrix of `Rows`."""
+    x = aligned(x)
+    return x if _rows(x.shape, x.stride()) is not None else x.clone(memory_format=torch.contiguous_format)
+
+
+def rows_of(x: Tensor) -> Rows:
+    """x comes from `as_matrix`."""
     rows = _rows(x.shape, x.stride())
-    if rows is None:
-        x = x.clone(memory_format=torch.contiguous_format)
-        rows = _rows(x.shape, x.stride())
-        assert rows is not None
-    return x, rows
+    assert rows is not None
+    return rows
+
+
+def taken(takes: Sequence[Callable], tensors: Sequence[Tensor | None]) -> tuple[list[Any], Callable[..., Sequence]]:
+    """What each of `takes` makes of its tensor, and a function that does so with tensors of the same layouts.
+
+    It gives them as they are where that is what they are made of.
+    """
+
+    def take(*tensors: Tensor | None) -> list[Any]:
+        return [x if x is None else function(x) for function, x in zip(takes, tensors, strict=True)]
+
+    made = take(*tensors)
+    return made, (lambda *tensors: tensors) if all(map(operator.is_, made, tensors)) else take
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -335,22 +353,27 @@ def matrix_unit(mask: Tensor) -> int:
     return unit if rows[2] else -unit
 
 
-def matrix_arguments(mask: Tensor | None, unit: int = 1) -> tuple:
-    """A mask [B, Hq, Sq, Sk] and its strides, those of rows in units, as the kernels take them.
+def matrix_strides(mask: Tensor | None, unit: int = 1) -> tuple[int | None, ...]:
+    """The strides of a mask [B, Hq, Sq, Sk] as the kernels take them, those of rows in units.
 
     Raises:
         ValueError: a stride that has more than 32 bits.
     """
     if mask is None:
-        return (None,) * 5
+        return (None,) * 4
     *rows, of_key = _strides_of_matrix(mask)
-    strides = [*(stride // max(abs(unit), 1) for stride in rows), of_key]
+    strides = *(stride // max(abs(unit), 1) for stride in rows), of_key
     if max(strides) > _MAX_SIDE:
         raise ValueError(
             f"mask has strides {mask.stride()}: at most {_MAX_SIDE} is allowed; give it a size of 1 where it repeats, "
             "or fewer sequences at a time"
         )
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, *strides
+    return strides
+
+
+def as_numbers(mask: Tensor) -> Tensor:
+    """A mask as the kernels take it, without a view that torch negates."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask.resolve_neg()
 
 
 class Problem(NamedTuple):
@@ -373,6 +396,22 @@ class Problem(NamedTuple):
     def exponent(self) -> float:
         """What multiplies scores, with their biases if there are any, in the exponent of 2."""
         return LOG2_E if self.matrix == FLOAT else self.factor
+
+
+def as_options(spec: AttentionSpec, lengths: PackedLengths | None) -> tuple[tuple, tuple]:
+    """The two tensors of a call's lengths, and its numbers, which `from_options` takes."""
+    numbers = spec.causal, spec.scale, spec.window, spec.softcap
+    if lengths is None:
+        return (None, None), (*numbers, 0, 0)
+    return (lengths.cu_q, lengths.cu_k), (*numbers, lengths.max_q, lengths.max_k)
+
+
+def from_options(
+    cu_q: Tensor | None, cu_k: Tensor | None, causal: bool, scale: float, window: int, softcap: float, *longest: int
+) -> tuple[AttentionSpec, PackedLengths | None]:
+    """The inverse of `as_options`."""
+    packed = cu_q is not None and cu_k is not None
+    return AttentionSpec(causal, scale, window, softcap), PackedLengths(cu_q, cu_k, *longest) if packed else None
 
 
 def tile_for(p: Problem, tile: Tile, index: int | None) -> Tile:

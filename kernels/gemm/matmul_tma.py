@@ -363,8 +363,7 @@ def prepare_tma(
         c = torch.empty((m, n), device=device, dtype=out_dtype) if out is None else out
         if copies_bias and bias is not None:
             bias = bias.contiguous()
-        of_narrow = None if narrow is None else narrow.of(b)
-        launch(of_a.of(a), of_b.of(b), of_narrow, of_c.of(c), c if bias is None else bias, *numbers)
+        launch(of_a(a), of_b(b), None if narrow is None else narrow(b), of_c(c), c if bias is None else bias, *numbers)
         return c if out is None else written(out)
 
     return product

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_cases import KINDS, assert_same_bytes, attend, tensors
 
+from tp_invariant.kernels import plans
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
 from tp_invariant.kernels.attention.spec import AttentionSpec, PackedLengths
@@ -42,21 +43,22 @@ def by(monkeypatch, own, idle, *args, **options):
 
     With 1, decode steps are not split either, which are split on any GPU that has memory for it.
     """
-    plans = []
+    made = []
 
     def plan(*args):
-        plans.append(make(*args))
-        return plans[-1]
+        made.append(make(*args))
+        return made[-1]
 
     make = kernels._plan
     with monkeypatch.context() as patch:
+        patch.setattr(plans, "_plans", {})
         patch.setattr(kernels, "_plan", plan)
         patch.setattr(kernels, "_multiprocessors", lambda index: idle)
         patch.setattr(kernels, "_max_scratch", lambda cache: 0 if idle == 1 else 2**28)
         if not own:
             patch.setattr(kernels, "_has_own_kernel", lambda *args: False)
         out, lse = kernels.forward(*args, **options)
-    assert [plan.is_own for plan in plans] == [own], "which kernel ran"
+    assert [plan.is_own for plan in made] == [own], "which kernel ran"
     return {"out": out, "lse": lse}
 
 
@@ -149,6 +151,7 @@ def test_all_backward_tiles_give_the_same_bits(monkeypatch, device, kind):
     assert one != other and len(apart) == 2
     results = []
     for tiles in (one, other, apart):
+        monkeypatch.setattr(plans, "_plans", {})
         monkeypatch.setattr(attention_backward, "backward_key_tiles", lambda *args, tiles=tiles, **options: tiles)
         results.append(attend(*data, **KINDS[kind]))
     for result in results[1:]:

@@ -16,6 +16,7 @@ from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, pa
 import tp_invariant as tpi
 from tp_invariant.hugging_face.masks import VisibleKeys
 from tp_invariant.hugging_face.masks import attend as attend_visible
+from tp_invariant.kernels import plans
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
 from tp_invariant.kernels.attention import spec
@@ -29,6 +30,7 @@ SMALL = {**KINDS, "window": dict(causal=True, window=20)}
 def small_kernels(monkeypatch):
     """tpi.attention by these kernels, with several tiles and chunks for a few keys."""
     monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "_kernel", lambda q: kernels)
+    monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "_MERGE_WIDTH", 2)
     tile = Tile(16, 16, 4, 1)
