@@ -93,7 +93,9 @@ def _unpickled_group(name: str, ranks: list[int], rank: int, mesh: DeviceMesh | 
 
 torch.serialization.add_safe_globals([Group, _unpickled_group])
 
-_NOT_A_MEMBER = "tp_group does not contain this rank (global rank {rank}): build its layers elsewhere"
+_NOT_A_MEMBER = (
+    "tp_group does not contain this rank (global rank {rank}): make its layers on the ranks of tp_group alone"
+)
 
 
 def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Group:

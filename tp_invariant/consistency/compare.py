@@ -25,10 +25,10 @@ HASH_OF = "the hash of the values of"
 HASH_OF_PARAMETER = "the hash of the whole parameter"
 CALL_NAMES = ("the layer", "the call")
 _SAME_SETTINGS = "They must make the same calls with the same settings"
-_OF_TP_GROUPS = ", and under sequence_parallel the degree must divide the sequence"
 _ADVICE = {  # by how the name of a fact that differs begins
     LAYER_NUMBER: "Layers are numbered in the order in which they are made for a tp_group: make the same layers on "
     "every rank, and call them in the same order",
+    "the TP-invariant mode": "Set TP_INVARIANT_MODE, or call set_tp_invariant_mode, alike on every rank",
     HASH_OF: "Ranks of a tp_group must be given the same batch: a data loader divides it over data parallel ranks "
     "alone",
     HASH_OF_PARAMETER: "Seed all ranks alike before the layers are made, or load one checkpoint on every rank",
@@ -89,5 +89,13 @@ def compare(
     parts = [f"{key} is {format_values(found[key])}" for key in first[:_SHOWN]]
     parts += [f"and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
     advice = [text for start, text in _ADVICE.items() if any(key.startswith(start) for key in first[:_SHOWN])]
-    rule = rule or _SAME_SETTINGS + (_OF_TP_GROUPS if name == "tp_group" else "")
+    if name == "tp_group" and any(key.startswith("the shape of ") for key in found):
+        given = facts.get("sequence_dim", facts.get("the sequence_dim that is sharded"))
+        dim = "" if given is None else f" (dim {given})"
+        advice.append(
+            "All ranks of tp_group must pass tensors of the same shape. Under sequence_parallel they have equal parts "
+            f"of the sequence, which is sequence_dim{dim}: the TP degree must divide its size; if another dim is the "
+            "sequence, set sequence_dim=.."
+        )
+    rule = rule or _SAME_SETTINGS
     raise RuntimeError(f"the {group.size} ranks of {name} disagree: {' | '.join(parts)}. {'. '.join([rule, *advice])}")

@@ -127,7 +127,7 @@ def part_numbers(weight: Tensor | None, part: Part | None, allowed: bool) -> lis
     return numbers
 
 
-def check_parts(rows: Sequence[Sequence[int]], layer: str, part: Part | None) -> None:
+def check_parts(rows: Sequence[Sequence[int]], layer: str, part: Part | None, weight: Tensor | None = None) -> None:
     """Whether the ranks' parts differ and are of one full weight, given each rank's `part_numbers`.
 
     An input must be the same on all ranks to be an error: two ranks may have the same tokens by chance.
@@ -136,6 +136,8 @@ def check_parts(rows: Sequence[Sequence[int]], layer: str, part: Part | None) ->
         RuntimeError: the same on every rank; names the ranks whose parts are equal, or of different full weights.
     """
     parts, sources, inputs = (ranks_by_value((i, row[n]) for i, row in enumerate(rows) if row[n]) for n in range(3))
+    named = getattr(weight, "name_in_model", None)
+    layer = layer if named is None else f"{layer} ({named})"
     if equal := [ranks for ranks in parts.values() if len(ranks) > 1]:
         raise RuntimeError(
             f"the weight of {layer} is the same on {'; and on '.join(map(format_ranks, equal))} of tp_group, which "

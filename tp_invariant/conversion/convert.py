@@ -35,6 +35,7 @@ from ..consistency.same_weights import check_same_model
 from ..core.bits import digest, leaves
 from ..core.identity import identify
 from ..core.module_hooks import with_key
+from ..core.parameter_names import name_parameters
 from ..functional.attention_choice import SafeSdpa, callers
 from ..functional.regions import gather_for_layers, gather_sequence, scatter_sequence
 from ..gemm.gemm_fn import GemmFn, bundled, check_callable
@@ -167,6 +168,7 @@ def parallelize(
         if group.mesh is not None:
             place_whole(model, group.mesh)
         FirstForward(model, group)
+    name_parameters(model.named_parameters())
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..comm.collectives import Group
 from ..core.dtensors import sharded_already
+from ..core.layout import indivisible
 from ..gemm.gemm_fn import GemmFn
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import experts_of, problem_with_experts
@@ -116,7 +118,10 @@ class Survey:
         self.parts = {name: part for name, part in resolved.items() if name in self.modules}
         self.parameter_parts = {name: part for name, part in resolved.items() if name not in self.modules}
         if not self.own_plan:
-            self.problems += [f"plan[{pattern!r}]: no module has such a name" for pattern in unused]
+            for pattern in unused:
+                near = difflib.get_close_matches(pattern, [*self.modules], n=1)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                self.problems.append(f"plan[{pattern!r}]: no module has such a name{meant}")
         self.stack = Stack.find(self.modules)
         if self.sequence_parallel and self.stack is None:
             self.problems.append(
@@ -286,7 +291,9 @@ class Survey:
         elif part is not None and part.style == EXPERTS_STYLE:
             self._experts(name, module)
         elif isinstance(module, ShardedModule):
-            self._problem(name, f"is a {type(module).__name__} already")
+            self._problem(
+                name, f"is a tp_invariant.{type(module).__name__} already: call parallelize once, on the whole model"
+            )
         elif type(module) is nn.Linear or (part is not None and computes_as(module, nn.Linear)):
             self._linear(name, module, part or Part("replicate"))
         elif isinstance(module, nn.Embedding):
@@ -318,9 +325,10 @@ class Survey:
     def _in_stack(self, name: str) -> bool:
         return self.sequence_parallel and self.stack is not None and name.startswith(self.stack.prefix)
 
-    def _divides(self, name: str, size_name: str, size: int, parts: int, parts_name: str = "TP degree") -> None:
-        if size % parts:
-            self._problem(name, f"{size_name}={size} is not divisible by {parts_name}={parts}")
+    def _divides(self, name: str, size_name: str, size: int, parts: int, stride: int = 1) -> None:
+        if text := indivisible(size, parts, size_name=size_name, stride=stride):
+            degrees = ", ".join(str(degree) for degree in range(1, 65) if not size % (degree * stride))
+            self._problem(name, text + (f", or the degree one of {degrees}" if degrees else ""))
 
     # --- one kind of module each
 
@@ -355,10 +363,7 @@ class Survey:
                     ShardSpec(self.group, 0, kept).check_placed()
                 except ValueError as error:
                     return self._problem(name, str(error))
-            self._divides(
-                name, size_name, getattr(linear, size_name), self.group.size * stride,
-                "TP degree" if stride == 1 else "TP degree x partition_stride",
-            )  # fmt: skip
+            self._divides(name, size_name, getattr(linear, size_name), self.group.size, stride)
         else:
             return self._problem(name, f"style {part.style!r} is not for an nn.Linear")
         if self._in_stack(name) and options["parallel_mode"] == "row" and not self._in_mixture(name):

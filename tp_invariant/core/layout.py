@@ -30,15 +30,35 @@ def fresh_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, list(shape))
 
 
-def check_divides(size: int, parts: int, *, size_name: str, parts_name: str) -> int:
-    """size // parts, or a ValueError that names both where parts does not divide size."""
+def indivisible(size: int, parts: int, *, size_name: str, parts_name: str = "TP degree", stride: int = 1) -> str | None:
+    """What is wrong where parts times stride does not divide size; None where it does."""
+    if not size % (parts * stride):
+        return None
+    by = f"{parts_name}={parts}" if stride == 1 else f"{parts_name}={parts} times partition_stride={stride}"
+    return f"{size_name}={size} is not divisible by {by}: it must be a multiple of {parts * stride}"
+
+
+def check_divides(size: int, parts: int, *, size_name: str, parts_name: str = "TP degree", stride: int = 1) -> int:
+    """size // (parts * stride), or a ValueError that names all three where they do not divide size."""
     if parts < 1:
         raise ValueError(f"{parts_name}={parts} must be at least 1")
-    if size % parts:
+    if problem := indivisible(size, parts, size_name=size_name, parts_name=parts_name, stride=stride):
+        raise ValueError(problem)
+    return size // (parts * stride)
+
+
+def check_sequence(shape: Sequence[int], dim: int, world: int, where: str) -> None:
+    """Whether the degree divides the sequence. where: what has the shape, and the rank.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if shape[dim] % world:
         raise ValueError(
-            f"{size_name}={size} is not divisible by {parts_name}={parts}: it must be a multiple of {parts}"
+            f"{where} has shape {tuple(shape)}, of which sequence parallelism takes dim {dim} for the sequence: its "
+            f"size {shape[dim]} is not divisible by TP degree={world}. Pad the sequence to a multiple of {world}; if "
+            "another dim is the sequence, set sequence_dim=.. (0 by default; 1 for [batch, sequence, features])"
         )
-    return size // parts
 
 
 def split_sizes(size: int, parts: int) -> list[int]:
@@ -54,11 +74,11 @@ def piece_sizes(size: int, stride: Stride, world: int, size_name: str = "size") 
         ValueError: `world` does not divide each of them, or they do not add up to `size`.
     """
     if isinstance(stride, int):
-        return [check_divides(size, world * stride, size_name=size_name, parts_name="world * stride") * world] * stride
+        return [check_divides(size, world, size_name=size_name, stride=stride) * world] * stride
     if sum(stride) != size:
         raise ValueError(f"pieces of sizes {stride} add up to {sum(stride)}: they must add up to {size_name}={size}")
     for piece in stride:
-        check_divides(piece, world, size_name=f"a piece of {size_name}={size}, of size", parts_name="world")
+        check_divides(piece, world, size_name=f"of {size_name}={size} the piece with size")
     return list(stride)
 
 

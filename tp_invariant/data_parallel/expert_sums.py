@@ -55,16 +55,18 @@ class ExpertSums:
         self,
         parameters: Sequence[Tensor],
         indices: Sequence[int],
+        labels: Sequence[str],
         dp_group: Group,
         shares: Sequence[range],
         reader: object,
     ) -> None:
-        """indices: of the parameters among all of the MicroBatchTree's. reader: the MicroBatchTree. A collective.
+        """indices: of the parameters among all of the MicroBatchTree's. labels: what errors call all of these. reader: the MicroBatchTree. A collective.
 
         Raises:
             ValueError: on every rank: dp_group does not have, for each expert, every data-parallel rank exactly once
                 as a source; or it does not divide the micro-batches.
         """
+        self._labels = labels
         self.parameters, self.indices = list(parameters), list(indices)
         group = expert_group(parameters[0])
         assert group is not None
@@ -128,13 +130,13 @@ class ExpertSums:
             waiting = partial_gradients_of(p)
             if waiting is None:
                 raise RuntimeError(
-                    f"parameter {index} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group has lost its "
+                    f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group has lost its "
                     "attribute partial_gradients, which this MicroBatchTree has set"
                 )
             sums = waiting.take(p)
             if p.grad is not None:
                 raise RuntimeError(
-                    f"parameter {index} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts over "
+                    f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts over "
                     "data-parallel ranks, has a .grad. Its layer gives partial sums instead: it is left of the step "
                     "before (call optimizer.zero_grad(), with set_to_none=True), something has changed the NaN that "
                     "stands there until add() (a clip, an unscale), or another use of the parameter has made it (a "

@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.collectives import Group, exchange_rows, gather_major, gather_uneven, ranks_of
 from ..consistency.agreement import agreed_in, check_agreement, compare_environments
 from ..core.layout import split_sizes
+from ..core.parameter_names import label_of
 from ..functional.main_grad import refuse_fused
 from .binary_tree import BinaryTree
 from .micro_batch_tree import resolve_dp_group
@@ -168,7 +169,8 @@ def fixed_order_hook(
         }
         check_agreement(facts, group, bucket.buffer().device, agreed_in(group), name="dp_group")
     divide_by = None if tokens is None else tokens.total
-    refuse_fused(bucket.parameters(), f"fixed_order_hook on rank {group.rank}")
+    labelled = ((label_of(p, number), p) for number, p in enumerate(bucket.parameters()))
+    refuse_fused(labelled, f"fixed_order_hook on rank {group.rank}, for bucket {bucket.index()} of DDP,")
     buffer = bucket.buffer()
     if not buffer.is_cuda:
         future: torch.futures.Future[Tensor] = torch.futures.Future()

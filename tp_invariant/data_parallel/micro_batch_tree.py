@@ -23,6 +23,7 @@ from ..consistency.compare import compare
 from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.fsdp import sharded_parameters
 from ..core.layout import split_sizes
+from ..core.parameter_names import label_of
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
 from .binary_tree import BinaryTree, nodes_of
@@ -144,13 +145,16 @@ class MicroBatchTree:
     ) -> None:
         self.group = resolve_dp_group(dp_group)
         self.micro_batches = micro_batches
-        given = [*dict.fromkeys(parameters)]
+        listed = list(parameters)
+        given = [*dict.fromkeys(listed)]
         self._parameters = [p for p in given if p.requires_grad]
+        places = {p: number for number, p in reversed([*enumerate(listed)])}
+        self._labels = [label_of(p, places[p]) for p in self._parameters]
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         compare_environments(self.group, device, "dp_group")
         facts: dict[str, Any] = {"micro_batches": micro_batches, "number of parameters": len(self._parameters)}
-        for index, p in enumerate(self._parameters):
-            facts[f"parameter {index}"] = f"{p.dtype} {tuple(p.shape)}{_part_of(p, self.group)}"
+        for label, p in zip(self._labels, self._parameters, strict=True):
+            facts[label] = f"{p.dtype} {tuple(p.shape)}{_part_of(p, self.group)}"
         # of a model that fully_shard has sharded ranks take turns, also in steps that train its experts alone
         experts_alone = all(expert_group(p) is not None for p in self._parameters)
         parts = sharded_parameters(given)
@@ -158,13 +162,18 @@ class MicroBatchTree:
         self._take_turns = any(cut)
         facts["whether ranks take turns"] = self._take_turns
         gathered = next((index for index, p in enumerate(self._parameters) if id(p) in parts), None)
-        facts["the first parameter that fully_shard has gathered for now"] = gathered
-        facts["which of them are experts over data-parallel ranks"] = indices_by_group(self._parameters)
+        facts["the first parameter that fully_shard has gathered for now"] = (
+            None if gathered is None else self._labels[gathered]
+        )
+        experts = indices_by_group(self._parameters)
+        facts["which of them are experts over data-parallel ranks"] = [
+            [self._labels[i] for i in one] for one in experts
+        ]
         if self.group.size > 1:  # before anything that one rank alone could raise
             compare(facts, self.group, device, name="dp_group", rule=_SAME_ARGUMENTS)
         if gathered is not None:
             raise ValueError(
-                f"parameter {gathered} with shape {tuple(self._parameters[gathered].shape)} on rank {self.group.rank} "
+                f"{self._labels[gathered]} with shape {tuple(self._parameters[gathered].shape)} on rank {self.group.rank} "
                 "of dp_group is one that fully_shard has gathered, as after a forward alone: gradients would be of "
                 "another. Call module.reshard() of every FSDPModule before"
             )
@@ -185,8 +194,8 @@ class MicroBatchTree:
         self._shares = [range(rank, micro_batches, ranks) for rank in range(ranks)] if self._take_turns else shares
         self._nodes = [nodes_of(share, micro_batches) for share in shares]
         self._experts = [
-            ExpertSums([self._parameters[i] for i in indices], indices, self.group, self._shares, self)
-            for indices in indices_by_group(self._parameters)
+            ExpertSums([self._parameters[i] for i in indices], indices, self._labels, self.group, self._shares, self)
+            for indices in experts
         ]
         self._start()
 
@@ -199,7 +208,7 @@ class MicroBatchTree:
         for index, p in enumerate(self._parameters):
             if p.dtype not in DTYPES:
                 raise TypeError(
-                    f"parameter {index} with shape {tuple(p.shape)} is a {type(p).__name__} of {p.dtype}: only "
+                    f"{self._labels[index]} with shape {tuple(p.shape)} is a {type(p).__name__} of {p.dtype}: only "
                     "bfloat16, float16 and float32 are supported"
                 )
 
@@ -209,7 +218,7 @@ class MicroBatchTree:
         for index, p in enumerate(self._parameters):
             if expert_group(p) is not None:
                 continue  # one of fully_shard's ignored_params
-            begin = f"parameter {index} with shape {tuple(p.shape)} on rank {self.group.rank} of dp_group"
+            begin = f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self.group.rank} of dp_group"
             if not is_cut_by(p, self.group):
                 raise ValueError(
                     f"{begin} is not sharded over dp_group, and others are, by fully_shard: build one MicroBatchTree "
@@ -270,7 +279,7 @@ class MicroBatchTree:
             RuntimeError: a layer with fuse_wgrad_accumulation=True has added a gradient into main_grad; a parameter of
                 experts over data-parallel ranks has a .grad, which their layer does not give.
         """
-        refuse_fused(self._parameters, f"MicroBatchTree on rank {self.group.rank}")
+        refuse_fused(zip(self._labels, self._parameters, strict=True), f"MicroBatchTree on rank {self.group.rank}")
         if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
             raise TypeError(f"count={count!r} on rank {self.group.rank} must be an int or a 0-dim integer tensor")
         # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
@@ -283,7 +292,7 @@ class MicroBatchTree:
             placed = getattr(p.grad, "placements", None)
             if p.grad.layout != torch.strided or placed != getattr(p, "placements", None):
                 raise TypeError(
-                    f"the gradient of parameter {index} with shape {tuple(p.shape)} on rank {self.group.rank} is a "
+                    f"the gradient of {self._labels[index]} with shape {tuple(p.shape)} on rank {self.group.rank} is a "
                     f"{type(p.grad).__name__} of layout {p.grad.layout}, placed as {placed}: only dense tensors are "
                     "supported, placed as their parameter"
                 )

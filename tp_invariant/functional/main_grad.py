@@ -77,20 +77,20 @@ def is_asked_for(ctx: Any, index: int) -> bool:
     return ctx.needs_input_grad[index] and is_executed(ctx.next_functions[index][0]) is not False
 
 
-def refuse_fused(parameters: Iterable[Tensor], caller: str, start: int = 0) -> None:
+def refuse_fused(labelled: Iterable[tuple[str, Tensor]], caller: str) -> None:
     """To be called by code that reads gradients from .grad only.
 
     Args:
+        labelled: (what errors call it, see core/parameter_names.py; the parameter) for each parameter.
         caller: its name, for errors.
-        start: the index of the first parameter, for errors.
 
     Raises:
         RuntimeError: a layer has added the gradient of one of the parameters to its main_grad.
     """
-    for index, p in enumerate(parameters, start):
+    for label, p in labelled:
         if getattr(p, "_gradient_is_in_main_grad", False):
             raise RuntimeError(
                 f"{caller} takes gradients from .grad, but a layer with fuse_wgrad_accumulation=True has added that of "
-                f"parameter {index} with shape {tuple(p.shape)} into its main_grad, micro-batch by micro-batch: build "
+                f"{label} with shape {tuple(p.shape)} into its main_grad, micro-batch by micro-batch: build "
                 "the layer with fuse_wgrad_accumulation=False"
             )

@@ -24,7 +24,7 @@ from ..consistency.shards import Part
 from ..core.compiled import as_custom_op, group_name, stored_copy
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local
-from ..core.layout import Stride, check_divides, deinterleave, shard
+from ..core.layout import Stride, check_sequence, deinterleave, shard
 
 # --- operators of two moves, the one the other's adjoint ------------------------------------------------------------
 
@@ -105,7 +105,7 @@ def _along_sequence(fn: Callable[..., Tensor], name: str, x: Tensor, dim: int, g
         if not -x.dim() <= dim < x.dim():
             raise IndexError(f"sequence_dim={dim} is out of range on rank {group.rank}: x has {x.dim()} dims")
         if fn is _scatter_sequence:
-            check_divides(x.shape[dim], group.size, size_name=f"size of sequence_dim {dim}", parts_name="TP degree")
+            check_sequence(x.shape, dim, group.size, f"x on rank {group.rank}")
     except (IndexError, ValueError) as error:
         share_error(error, group, x.device, agreed)
         raise

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..core.autocast import autocast_dtype
 from ..core.elementwise import AroundLayers, has_known_forward
+from ..core.layout import indivisible
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
 from ..functional import stock
@@ -47,13 +48,9 @@ def problem_with_experts(experts: nn.Module, group: Group, stored_over: Group | 
         return f"{kind} has the parameters {', '.join(sorted(held))}: supported are {', '.join(sorted(wanted))}"
     count, _, inner = _sizes(experts)
     if stored_over is not None and stored_over.size > group.size:
-        if count % stored_over.size:
-            return f"num_experts={count} is not divisible by expert-parallel degree={stored_over.size}"
-        return None
+        return indivisible(count, stored_over.size, size_name="num_experts", parts_name="expert-parallel degree")
     name, size = ("intermediate size", inner) if stored_over is None else ("num_experts", count)
-    if size % group.size:
-        return f"{name}={size} is not divisible by TP degree={group.size}"
-    return None
+    return indivisible(size, group.size, size_name=name)
 
 
 def _sizes(experts: Any) -> tuple[int, int, int]:

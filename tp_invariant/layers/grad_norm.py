@@ -9,7 +9,7 @@ gradients. For a DTensor the groups are those of its mesh, and its placements sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..consistency.same_gradients import GradientComparison, compare_gradients, 
 from ..core.dtensors import check_placements, is_dtensor
 from ..core.graph_breaks import outside_of_graphs
 from ..core.mode import is_tp_invariant_mode_enabled
+from ..core.parameter_names import label_of
 from ..functional import stock
 from ..functional.main_grad import refuse_fused
 from .grad_partial_sums import (
@@ -209,6 +210,7 @@ class ClipCall:
 
     leave_out: which parameters are left out. If it is given, those that clip_grad_norm_ refuses are left out, too, and
         DTensors of which nothing says how they are sharded besides.
+    numbers: the places of the parameters in the list that the user handed over, if these are not all of it.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class ClipCall:
         given: Group | None,
         *,
         leave_out: Callable[[Tensor], bool] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.given = given
@@ -225,7 +228,7 @@ class ClipCall:
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
         seen: set[int] = set()
-        for index, p in enumerate(everything):
+        for index, p in zip(numbers or range(len(everything)), everything, strict=True):
             if id(p) in seen:
                 continue
             seen.add(id(p))
@@ -235,8 +238,8 @@ class ClipCall:
             try:
                 if (replaced := vars(p).get("replaced_by")) is not None:
                     raise ValueError(
-                        f"parameter {index} is the former {replaced[0]}, in whose place the model has a DTensor since "
-                        "it was converted over a DeviceMesh: pass model.parameters() of now"
+                        f"{label_of(p, index)} is the former {replaced[0]}, in whose place the model has a DTensor "
+                        "since it was converted over a DeviceMesh: pass model.parameters() of now"
                     )
                 if (carried := carried_group(p)) is not None:
                     groups.append(carried)
@@ -278,9 +281,9 @@ class ClipCall:
         with_grad = {held.number for held in self.with_grad}
         for held in self.held:
             of_gradient = _facts(held, compared_group) if held.number in with_grad else None
-            facts[f"the gradient of parameter {held.number}"] = of_gradient
+            facts[f"the gradient of {held.label}"] = of_gradient
         whole = _whole_over(self.with_grad, compared_group)
-        names = [f"the gradient of parameter {held.number} with shape {tuple(held.parameter.shape)}" for held in whole]
+        names = [f"the gradient of {held.label} with shape {tuple(held.parameter.shape)}" for held in whole]
         return GradientComparison(compared_group, facts, [held.local for held in whole], names, _USUAL_CAUSES)
 
     def agree_on(self, total: Tensor) -> None:
@@ -303,7 +306,7 @@ def _sharded_over(p: Tensor, index: int, carried: Group | None, given: Group | N
     """The group over which p is sharded according to its attributes; SINGLE_RANK if it is not sharded."""
     if not is_sharded(p):
         return SINGLE_RANK
-    where = f"parameter {index} with shape {tuple(p.shape)}"
+    where = f"{label_of(p, index)} with shape {tuple(p.shape)}"
     if partition_dim_of(p) is None:
         rank = (carried or given or SINGLE_RANK).rank
         raise ValueError(
@@ -358,7 +361,7 @@ def _facts(held: HeldGradient, compared_group: Group) -> tuple[Any, ...]:
 def _check_grad(held: HeldGradient, given: Group | None, rank: int) -> None:
     local = held.local
     if local is None:
-        refuse_fused([held.parameter], "clip_grad_norm_", held.number)
+        refuse_fused([(held.label, held.parameter)], "clip_grad_norm_")
     elif not held.is_empty:
         if local.layout != torch.strided or not local.is_floating_point():
             raise TypeError(
@@ -389,8 +392,8 @@ def _check_devices(with_grad: list[HeldGradient], rank: int) -> None:
     for held in with_grad:
         if held.local.device != first:
             raise ValueError(
-                f"{held.named(rank)} is on {held.local.device}: it must be on {first}, where parameter "
-                f"{with_grad[0].number}'s is"
+                f"{held.named(rank)} is on {held.local.device}: it must be on {first}, as that of "
+                f"{with_grad[0].label} is"
             )
 
 

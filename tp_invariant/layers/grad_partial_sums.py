@@ -20,6 +20,7 @@ from torch import Tensor
 from ..comm.collectives import Group, gather_major, on_mesh
 from ..core.dtensors import is_dtensor
 from ..core.layout import Stride, unshard
+from ..core.parameter_names import label_of
 from ..core.torch_private import local_tensor
 from ..kernels.dtypes import DTYPES
 from ..kernels.select import select
@@ -74,7 +75,8 @@ class MeshLayout(NamedTuple):
 class HeldGradient(NamedTuple):
     """The gradient of a parameter, and how it is sharded.
 
-    number   the parameter's index in the call
+    number   the parameter's place in the list handed over
+    label    what errors call it
     over     the group over which the parameter is sharded according to its attributes, or SINGLE_RANK
     grad     the gradient, or None
     local    this rank's part of it
@@ -83,6 +85,7 @@ class HeldGradient(NamedTuple):
 
     parameter: Tensor
     number: int
+    label: str
     over: Group
     grad: Any
     local: Any
@@ -95,14 +98,14 @@ class HeldGradient(NamedTuple):
             # what is not on this rank, or is Partial, is refused later
             stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
             layout = MeshLayout(mesh_shards(grad), stride, str(grad.placements))
-        return cls(p, number, over, grad, None if grad is None else local_part(grad), layout)
+        return cls(p, number, label_of(p, number), over, grad, None if grad is None else local_part(grad), layout)
 
     @property
     def is_empty(self) -> bool:
         return not self.local.numel() and not self.grad.numel()
 
     def named(self, rank: int) -> str:
-        return f"the gradient of parameter {self.number} with shape {tuple(self.parameter.shape)} on rank {rank}"
+        return f"the gradient of {self.label} with shape {tuple(self.parameter.shape)} on rank {rank}"
 
 
 # --- where partial sums are -----------------------------------------------------------------------------------------

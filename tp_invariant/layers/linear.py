@@ -19,7 +19,7 @@ from ..core.autocast import autocast_dtype
 from ..core.compiled import callable_id, constant
 from ..core.dtensors import as_local, is_dtensor, local_of, refuse_dtensor
 from ..core.elementwise import inside_a_layer
-from ..core.layout import Stride, check_divides
+from ..core.layout import Stride, check_divides, check_sequence
 from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
 from ..core.options import OwnerMap, ParallelMode
 from ..functional import linear as functions
@@ -172,8 +172,7 @@ class Linear(ShardedModule, nn.Linear):
         self._stride = _check_stride(partition_stride)
         if parallel_mode is not None:
             name, dim = ("out_features", 0) if parallel_mode == "column" else ("in_features", 1)
-            parts_name = "TP degree" if partition_stride == 1 else f"TP degree {self.group.size} x partition_stride"
-            check_divides(shape[dim], self.group.size * partition_stride, size_name=name, parts_name=parts_name)
+            check_divides(shape[dim], self.group.size, size_name=name, stride=partition_stride)
             shape[dim] //= self.group.size
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
@@ -197,6 +196,7 @@ class Linear(ShardedModule, nn.Linear):
         `linear`.
 
         Raises:
+            TypeError: `linear` is no nn.Linear.
             ValueError: `linear` is sharded already.
         """
         return cls._on_meta(linear, parallel_mode=parallel_mode, tp_group=tp_group, **options)._with_parts_of(linear)
@@ -204,6 +204,8 @@ class Linear(ShardedModule, nn.Linear):
     @classmethod
     def _on_meta(cls, linear: nn.Linear, **options: Any) -> Self:
         """What `from_linear` makes of `linear`, without values: on the meta device."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear is a {type(linear).__name__}: pass an nn.Linear, whose weight is [out, in]")
         weight = linear.weight
         if tuple(weight.shape) != (linear.out_features, linear.in_features):
             raise ValueError(
@@ -244,10 +246,8 @@ class Linear(ShardedModule, nn.Linear):
             self._stride = _check_stride(stride)
         if self.parallel_mode is not None and stride > 1 and weight is not None:
             dim = 0 if self.parallel_mode == "column" else 1
-            size_name = f"this rank's part of {'out_features' if dim == 0 else 'in_features'}"
-            check_divides(
-                local_of(weight).shape[dim], stride, size_name=size_name, parts_name="weight.partition_stride"
-            )
+            size, size_name = local_of(weight).shape[dim] * self.group.size, ("out_features", "in_features")[dim]
+            check_divides(size, self.group.size, size_name=size_name, stride=stride)
         if stride > 1 and self.partition_sizes is not None:
             raise ValueError(f"weight.partition_stride={stride} and partition_sizes={self.partition_sizes}: leave one")
         return stride
@@ -411,7 +411,7 @@ class Linear(ShardedModule, nn.Linear):
         # a parametrized weight is not computed once more: that may draw random numbers or count calls
         own = self._parameters.get("weight")
         invariant = check_first_use(
-            self, x, lambda: self._check_call(x, weight.dtype),
+            self, x, lambda: self._check_call(x, weight),
             lambda invariant: self._signature(invariant, x, weight, bias, stride), self._OPTIONS,
             sharded_weight=None if self.parallel_mode is None else own, weight=own, part=self._part(x),
         )  # fmt: skip
@@ -472,6 +472,12 @@ class Linear(ShardedModule, nn.Linear):
     def _name(self) -> str:
         return f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})"
 
+    @property
+    def _label(self) -> str:
+        """For errors of one rank: with the name in the model, if it is known."""
+        name = getattr(self._parameters.get("weight"), "name_in_model", None)
+        return self._name if name is None else f"{name.rpartition('.')[0]}, a {self._name},"
+
     def _main_grad(self) -> MainGrad:
         if is_dtensor(self.weight):
             raise ValueError(
@@ -490,9 +496,9 @@ class Linear(ShardedModule, nn.Linear):
         except (TypeError, ValueError):  # the checks find it again, and tell the other ranks
             return False
 
-    def _check_call(self, x: Tensor, weight_dtype: torch.dtype) -> bool:
+    def _check_call(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the mode is on, after the checks of this rank."""
-        self._check_input(x, weight_dtype)
+        self._check_input(x, weight)
         invariant = is_tp_invariant_mode_enabled()
         if invariant and self._norm_call() is not None:
             check_norm_dtype(x, f"x on rank {self.group.rank}")
@@ -516,19 +522,31 @@ class Linear(ShardedModule, nn.Linear):
                 "this rank's part of one that all ranks have drawn, set masks_are_whole = True of this layer"
             )
 
-    def _check_input(self, x: Tensor, weight_dtype: torch.dtype) -> None:
+    def _check_input(self, x: Tensor, weight: Tensor) -> None:
         features = local_of(self.weight).shape[1] if self.input_is_parallel else self.in_features
+        named, rank = f"x of {self._label}", f"on rank {self.group.rank}"
+        where = f"{named} {rank}"
         if x.dim() < 2 or x.shape[-1] != features:
+            advice = ""
+            if x.dim() > 1 and self.input_is_parallel and x.shape[-1] == self.in_features:
+                advice = ". x has all features: set input_is_parallel=False (in a plan 'rowwise_split_input'), or make "
+                advice += "the layer before it column-parallel"
+            elif x.dim() > 1 and not self.in_features % x.shape[-1] and not self.input_is_parallel:
+                advice = ". If x is this rank's part, as a column-parallel layer returns it, set gather_output=True "
+                advice += "there (in a plan 'colwise_gather_output'), or make this layer row-parallel"
             raise ValueError(
-                f"x has shape {tuple(x.shape)} on rank {self.group.rank}: it must be [.., {features}] with at least "
-                f"one token dim (in_features={self.in_features}, parallel_mode={self.parallel_mode!r}, "
-                f"TP degree {self.group.size})"
+                f"{where} has shape {tuple(x.shape)}: it must be [.., {features}] with at least one token dim "
+                f"(in_features={self.in_features}, TP degree {self.group.size}){advice}"
             )
-        if x.dtype != weight_dtype:
+        if x.dtype != weight.dtype:
             raise TypeError(
-                f"x is {x.dtype} and weight is {weight_dtype} on rank {self.group.rank}: convert one of them, or use "
-                "torch.autocast"
+                f"{named} is {x.dtype} and its weight {weight.dtype} {rank}: convert one of them, or use torch.autocast"
             )
+        if x.device != weight.device:
+            advice = "call model.to_empty(device=..) and load or initialise the weights" if weight.is_meta else (
+                "move one of them"
+            )  # fmt: skip
+            raise ValueError(f"{named} is on {x.device} and its weight on {weight.device} {rank}: {advice}")
         if self.sequence_parallel:
             if not 0 <= self.sequence_dim < x.dim() - 1:
                 raise ValueError(
@@ -536,8 +554,7 @@ class Linear(ShardedModule, nn.Linear):
                     f"from 0 to {x.dim() - 2}"
                 )
             if self.parallel_mode == "row":
-                name = f"size of sequence_dim {self.sequence_dim} of x"
-                check_divides(x.shape[self.sequence_dim], self.group.size, size_name=name, parts_name="TP degree")
+                check_sequence(x.shape, self.sequence_dim, self.group.size, where)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
@@ -581,7 +598,7 @@ def check_sizes(sizes: Any, size: int, world: int, size_name: str) -> Stride:
     if sum(kept) != size:
         raise ValueError(f"partition_sizes={kept} add up to {sum(kept)}: they must add up to {size_name}={size}")
     for n in kept:
-        check_divides(n, world, size_name=f"a piece of {size_name}={size}, of size", parts_name="TP degree")
+        check_divides(n, world, size_name=f"of {size_name}={size} the piece with size")
     return len(kept) if len(set(kept)) == 1 else kept
 
 

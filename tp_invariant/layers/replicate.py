@@ -22,6 +22,7 @@ from ..comm.collectives import resolve_group
 from ..consistency.same_weights import check_same_model
 from ..core.derived_class import derived_class
 from ..core.dtensors import as_local, is_dtensor, local_of
+from ..core.parameter_names import name_parameters
 from ..core.torch_private import current_backward, forward_pre_hooks_of, tree
 from .in_place import Place, all_or_nothing, place_parameters, problems_in_place
 from .parameters import KeepsAttributes, ShardedModule, ShardSpec, is_sharded
@@ -81,6 +82,7 @@ def replicate_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     check_same_model(module, group, {}, plain)
     with all_or_nothing(module, group):
         place_whole(module, mesh)
+    name_parameters(module.named_parameters())
     return module
 
 

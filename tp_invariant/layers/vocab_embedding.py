@@ -28,7 +28,7 @@ from ..core.compiled import as_custom_op, op_config
 from ..core.differentiation import once_differentiable
 from ..core.dtensors import as_local, local_of, refuse_dtensor
 from ..core.elementwise import inside_a_layer
-from ..core.layout import check_divides, fresh_view, split_sizes
+from ..core.layout import check_sequence, fresh_view, split_sizes
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..functional import stock
 from ..functional.linear import flatten_tokens
@@ -231,8 +231,7 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
                     f"sequence_dim={self.sequence_dim} is not a dim of ids with shape {tuple(ids.shape)} on rank "
                     f"{rank}: it must be from 0 to {ids.dim() - 1}"
                 )
-            name = f"size of sequence_dim {self.sequence_dim} of ids"
-            check_divides(ids.shape[self.sequence_dim], world, size_name=name, parts_name="TP degree")
+            check_sequence(ids.shape, self.sequence_dim, world, f"ids on rank {rank}")
         if invariant and self.weight.dtype not in BUNDLED_DTYPES:
             raise TypeError(
                 f"weight is {self.weight.dtype} on rank {rank}: with the mode on it must be one of "

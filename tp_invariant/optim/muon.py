@@ -35,7 +35,7 @@ from ..core.mode import is_tp_invariant_mode_enabled
 from ..gemm import GemmFn, check_callable, gemm, gemm_fn_name
 from ..kernels.select import select
 from ..layers.grad_norm import ClipCall
-from ..layers.grad_partial_sums import SINGLE_RANK, local_part, mesh_shards, partition_dim_of
+from ..layers.grad_partial_sums import SINGLE_RANK, HeldGradient, local_part, mesh_shards, partition_dim_of
 from ..layers.parameters import stride_of
 
 _COMPARED = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn", "split_stacked")
@@ -90,7 +90,7 @@ class Muon(torch.optim.Muon):
         call = ClipCall([p for p, _ in owner_of], None)
         named = {f"the {key} of each group": tuple(o[key] for o in self.param_groups) for key in _COMPARED}
         call.agree("Muon.step", named | {"the gemm_fn": gemm_fn_name(self.gemm_fn, call.device)})
-        matrices = [self._matrix(held.parameter, held.over, owner_of[held.number][1]) for held in call.with_grad]
+        matrices = [self._matrix(held, owner_of[held.number][1]) for held in call.with_grad]
         by_group: dict[Group, list[_Matrix]] = {}  # in the order of the parameters, the same on every rank
         for matrix in matrices:
             by_group.setdefault(matrix.group, []).append(matrix)
@@ -99,7 +99,8 @@ class Muon(torch.optim.Muon):
                 _apply(matrix, update)
         return loss
 
-    def _matrix(self, p: Tensor, over: Group, options: dict[str, Any]) -> _Matrix:
+    def _matrix(self, held: HeldGradient, options: dict[str, Any]) -> _Matrix:
+        p = held.parameter
         assert p.grad is not None
         state = self.state[p]
         if "momentum_buffer" not in state:
@@ -109,7 +110,7 @@ class Muon(torch.optim.Muon):
         scaled = grad.to(wide) * (1 - momentum)
         buffer.copy_(buffer.to(wide) * momentum + scaled)
         update = scaled + buffer.to(wide) * momentum if options["nesterov"] else buffer
-        return _described(p, over, update.to(torch.bfloat16), options)
+        return _described(p, held.label, held.over, update.to(torch.bfloat16), options)
 
 
 class _Matrix(NamedTuple):
@@ -159,8 +160,8 @@ class _Matrix(NamedTuple):
         return sum(m * n * min(m, n) for m, n in self.piece_shapes())
 
 
-def _described(p: Tensor, over: Group, update: Tensor, options: dict[str, Any]) -> _Matrix:
-    """over: the group over which p is sharded by its attributes, or SINGLE_RANK."""
+def _described(p: Tensor, label: str, over: Group, update: Tensor, options: dict[str, Any]) -> _Matrix:
+    """label: what errors call it. over: the group over which p is sharded by its attributes, or SINGLE_RANK."""
     dim, stride = partition_dim_of(p) or 0, stride_of(p)
     pieces = dim, stride
     group, shape = over, list(update.shape)
@@ -173,8 +174,8 @@ def _described(p: Tensor, over: Group, update: Tensor, options: dict[str, Any]) 
         shards = [(axis, *at) for axis, at in zip(axes, mesh_shards(p), strict=True) if at[0].size > 1]
         if shards and over.size > 1:
             raise ValueError(
-                f"a parameter of shape {shape} on rank {over.rank} is a DTensor placed as {p.placements} of a part "
-                "over tp_group (fully_shard of plain shards): for Muon make the layers with tp_group as a DeviceMesh"
+                f"{label} with shape {tuple(shape)} on rank {over.rank} is a DTensor placed as {p.placements} of a "
+                "part over tp_group (fully_shard of plain shards): for Muon make the layers with tp_group as a DeviceMesh"
             )
         factors = [(q.dim, q.split_factor) for q in p.placements if getattr(q, "split_factor", 1) > 1]  # type: ignore[attr-defined]
         if not hasattr(p, "partition_dim") and len(factors) == 1:  # fully_shard drops the attributes

@@ -26,6 +26,7 @@ from ..comm.collectives import Group, is_capturing
 from ..consistency.same_gradients import compare_gradients, in_common_order, maximal_groups
 from ..core.dtensors import is_dtensor
 from ..core.mode import is_call_check_enabled, is_tp_invariant_mode_enabled
+from ..core.parameter_names import name_parameters
 from ..layers.grad_norm import ClipCall
 from ..layers.parameters import carried_group, is_sharded
 from ..layers.saved_shards import refuse_to_save
@@ -78,11 +79,12 @@ def _compare_all(optimizer: Optimizer) -> None:
     placements are not enough, parameters that are sharded over unknown ranks): these are left out, as those are which
     say that no other rank has anything of them.
     """
+    _take_names(optimizer)
     call = ClipCall(
         _parameters(optimizer), None, leave_out=lambda p: not is_sharded(p) and getattr(p, "tp_group", p) is None
     )
     if call.maximal_groups and not _is_idle(optimizer):
-        _compare(optimizer, dict.fromkeys(call.maximal_groups, call), _WAY_OUT)
+        _compare(optimizer, dict.fromkeys(call.maximal_groups, call))
 
 
 def _compare_replicated(optimizer: Optimizer) -> None:
@@ -96,24 +98,35 @@ def _compare_replicated(optimizer: Optimizer) -> None:
     over = maximal_groups([group for p in parameters if (group := carried_group(p)) is not None])
     others = over[0] if len(over) == 1 else None  # of parameters that say nothing
     done: set[Group] = optimizer.__dict__.setdefault(_COMPARED, set())
-    held: dict[Group, list[Tensor]] = {}
-    for p in parameters:
+    held: dict[Group, dict[int, Tensor]] = {}  # by place
+    for number, p in enumerate(parameters):
         group = None if is_sharded(p) else carried_group(p)
         if not hasattr(p, "tp_group") and not is_sharded(p) and not is_dtensor(p):
             group = others
         if p.requires_grad and group is not None and group.size > 1 and group not in done:
-            held.setdefault(group, []).append(p)
+            held.setdefault(group, {})[number] = p
     if held and not _is_idle(optimizer):
-        calls = {group: ClipCall(held[group], None, leave_out=lambda p: False) for group in in_common_order(held)}
-        _compare(optimizer, calls, f"Parameters are numbered among the replicated ones of this group. {_WAY_OUT}")
+        _take_names(optimizer)
+        calls = {
+            group: ClipCall(held[group].values(), None, leave_out=lambda p: False, numbers=[*held[group]])
+            for group in in_common_order(held)
+        }
+        _compare(optimizer, calls)
         done.update(group for group, call in calls.items() if call.with_grad)
 
 
-def _compare(optimizer: Optimizer, calls: Mapping[Group, ClipCall], why: str) -> None:
+def _compare(optimizer: Optimizer, calls: Mapping[Group, ClipCall]) -> None:
     caller = f"{type(optimizer).__name__}.step"
     comparisons = [call.comparison(group, caller, {}) for group, call in calls.items()]
-    comparisons = [one._replace(why=f"{one.why}. {why}") for one in comparisons]
+    comparisons = [one._replace(why=f"{one.why}. {_WAY_OUT}") for one in comparisons]
     compare_gradients(comparisons, _parameters(optimizer)[0].device, caller, every_call=True)
+
+
+def _take_names(optimizer: Optimizer) -> None:
+    """Stores the names of an optimizer that was made of named_parameters() on parameters that have none."""
+    for group in optimizer.param_groups:
+        named = zip(group.get("param_names", ()), group["params"], strict=False)
+        name_parameters((name, p) for name, p in named if not hasattr(p, "name_in_model"))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
