@@ -25,6 +25,7 @@ from tp_invariant.core.layout import shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
 GPUS = torch.cuda.device_count()
+MEMBERS_ALONE = "make its layers on the ranks of tp_group alone"
 
 
 # --- raw ------------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def test_a_group_that_this_rank_is_not_in():
         pair = dist.new_group([0, 1])
         if dist.get_rank() < 2:
             return resolve_group(pair).size
-        text = f"tp_group does not contain this rank (global rank {dist.get_rank()}): make its layers on the ranks of tp_group alone"
+        text = f"tp_group does not contain this rank (global rank {dist.get_rank()}): {MEMBERS_ALONE}"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             resolve_group(pair)
         return 0
@@ -249,7 +250,7 @@ def test_a_mesh_that_this_rank_is_not_in():
             return f"{type(error).__name__}: {error}"
 
     results = run_ranks(on_rank, 8)
-    text = "ValueError: tp_group does not contain this rank (global rank {}): make its layers on the ranks of tp_group alone"
+    text = f"ValueError: tp_group does not contain this rank (global rank {{}}): {MEMBERS_ALONE}"
     assert results == [2, 2, *(text.format(rank) for rank in range(2, 8))]
 
 

@@ -72,8 +72,10 @@ def test_all_that_cannot_be_honoured_in_one_error():
         assert text.splitlines() == [
             "Mixture cannot be made tensor-parallel over 2 ranks; nothing was changed:",
             "  plan['down']: no module has such a name",
-            "  experts: style 'moe_identity_expert' is not supported; supported are " + ", ".join(STYLES),
-            "  up: out_features=9 is not divisible by TP degree=2",
+            "  experts: style 'moe_identity_expert' is not supported (did you mean 'moe_tp_experts'?); supported are "
+            + ", ".join(STYLES),
+            "  up: out_features=9 is not divisible by TP degree=2: it must be a multiple of 2, or the TP degree one of "
+            "3, 9",
             "  conv: style 'rowwise' needs an nn.Linear, not a Conv1d",
         ]
 
@@ -138,7 +140,7 @@ def test_a_safe_attention_set_later_means_ours(name, monkeypatch):
 
 def test_twice():
     model = parallelize(hf_models.build("llama"), None)
-    assert "  lm_head: is a Linear already" in refusal(model)
+    assert "  lm_head: is a tp_invariant.Linear already: call parallelize once" in refusal(model)
 
 
 def test_no_plan():
@@ -509,3 +511,10 @@ def test_what_sequence_parallel_cannot_place():
     assert "no decoder layers, or several" in refusal(
         nn.Sequential(nn.Linear(2, 2)), {"0": "colwise"}, sequence_parallel=True
     )
+
+
+def test_names_that_are_nearly_right():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert "plan['1x']: no module has such a name; did you mean '1'?" in refusal(model, {"1x": "colwise"})
+    text = "  0: style 'column' is not supported (did you mean 'colwise'?); supported are "
+    assert text in refusal(model, {"0": "column"})

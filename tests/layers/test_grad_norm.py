@@ -419,7 +419,9 @@ def test_gradients_on_several_devices():
     ps = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, device="meta"))]
     for p in ps:
         p.grad = torch.ones_like(p)
-    text = "the gradient of parameter 1 with shape (2,) on rank 0 is on meta: it must be on cpu, where parameter 0's is"
+    text = (
+        "the gradient of parameter 1 with shape (2,) on rank 0 is on meta: it must be on cpu, as that of parameter 0 is"
+    )
     with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tpi.clip_grad_norm_(ps, 1.0, tp_group=None)
 

@@ -162,7 +162,10 @@ def test_constructor_errors(options, message):
 def test_forward_errors(enabled):
     layer = tpi.LayerNormLinear(8, 12)
     with tpi.set_tp_invariant_mode(enabled):
-        with pytest.raises(ValueError, match=r"x has shape \(2, 7\) on rank 0: it must be \[\.\., 8\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"x of LayerNormLinear\(8, 12, None\) on rank 0 has shape \(2, 7\): it must be \[\.\., 8\]",
+        ):
             layer(torch.randn(2, 7))
-        with pytest.raises(TypeError, match=r"x is torch.float16 and weight is torch.float32 on rank 0"):
+        with pytest.raises(TypeError, match=r"x of .* is torch.float16 and its weight torch.float32 on rank 0"):
             layer(torch.randn(2, 8).half())

@@ -468,8 +468,14 @@ def test_nonfinite_values_stay_in_their_rows(mode, value):
         (dict(gather_output=True), r"gather_output=True needs parallel_mode='column', not None"),
         (dict(input_is_parallel=False), r"input_is_parallel=False needs parallel_mode='row', not None"),
         (dict(parallel_mode="column", partition_stride=0), r"partition_stride=0 is not a positive integer"),
-        (dict(parallel_mode="column", partition_stride=5), r"out_features=12 is not divisible by TP degree 1 x"),
-        (dict(parallel_mode="row", partition_stride=3), r"in_features=8 is not divisible by TP degree 1 x"),
+        (
+            dict(parallel_mode="column", partition_stride=5),
+            "out_features=12 is not divisible by TP degree=1 times partition_stride=5",
+        ),
+        (
+            dict(parallel_mode="row", partition_stride=3),
+            "in_features=8 is not divisible by TP degree=1 times partition_stride=3",
+        ),
     ],
 )
 def test_constructor_errors(options, message):
@@ -491,9 +497,14 @@ def test_sizes_that_the_degree_does_not_divide():
 @pytest.mark.parametrize(
     ("x", "options", "kind", "message"),
     [
-        (torch.randn(2, 7), {}, ValueError, r"x has shape \(2, 7\) on rank 0: it must be \[\.\., 8\]"),
-        (torch.randn(8), {}, ValueError, r"x has shape \(8,\) on rank 0"),
-        (torch.randn(2, 8).bfloat16(), {}, TypeError, r"x is torch.bfloat16 and weight is torch.float32 on rank 0"),
+        (
+            torch.randn(2, 7),
+            {},
+            ValueError,
+            r"x of Linear\(8, 12, None\) on rank 0 has shape \(2, 7\): it must be \[\.\., 8\]",
+        ),
+        (torch.randn(8), {}, ValueError, r"x of .* on rank 0 has shape \(8,\)"),
+        (torch.randn(2, 8).bfloat16(), {}, TypeError, r"x of .* is torch.bfloat16 and its weight torch.float32"),
         (torch.randn(2, 8), dict(sequence_parallel=True, sequence_dim=1), ValueError, r"sequence_dim=1 is not a token"),
         (torch.randn(2, 8), dict(sequence_parallel=True, sequence_dim=-1), ValueError, r"sequence_dim=-1 is not a"),
     ],
@@ -511,11 +522,40 @@ def test_unsupported_dtype():
         layer(torch.randn(2, 8, dtype=torch.float64))
 
 
+def narrow_inputs(tp_group):
+    """What layers say to the part of an input where they take the whole, and the other way round."""
+    up, down = (tpi.Linear(8, 8, parallel_mode=mode, tp_group=tp_group) for mode in ("column", "row"))
+    texts = []
+    for layer, x in ((up, torch.ones(2, 4)), (down, torch.ones(2, 8)), (tpi.Linear(8, 8), torch.ones(2, 4))):
+        with pytest.raises(ValueError) as caught:
+            layer(x)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_parts_and_whole_inputs_that_are_mistaken_for_each_other():
+    for part, whole, also_part in run_ranks(narrow_inputs, 2):
+        assert "set gather_output=True there" in part and "set gather_output=True there" in also_part
+        assert "x has all features: set input_is_parallel=False" in whole
+
+
+def test_a_parameter_has_its_name_in_the_model():
+    model = tpi.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), None, {"0": "colwise"})
+    with pytest.raises(ValueError, match=r"^x of 0, a Linear\(4, 4, 'column'\), on rank 0 has shape \(2, 3\)"):
+        model(torch.ones(2, 3))
+    model[0].weight.grad = torch.ones(4, 4).to_sparse()
+    with pytest.raises(TypeError, match=r"the gradient of 0\.weight \(parameter 0\)"):
+        tpi.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def test_sequence_that_the_degree_does_not_divide():
     def forward(tp_group):
         tpi.Linear(8, 12, parallel_mode="row", tp_group=tp_group, sequence_parallel=True)(torch.randn(7, 2))
 
-    with pytest.raises(RankError, match=r"size of sequence_dim 0 of x=7 is not divisible by TP degree=4") as caught:
+    text = (
+        r"has shape \(7, 2\), of which sequence parallelism takes dim 0 .*size 7 is not divisible by TP degree=4\. Pad"
+    )
+    with pytest.raises(RankError, match=text) as caught:
         run_ranks(forward, 4)
     assert len(caught.value.errors) == 4
 
@@ -527,7 +567,10 @@ def test_sequence_that_the_degree_does_not_divide():
     ("differs", "message"),
     [
         ("mode", r"disagree: the TP-invariant mode is True on rank 0, 2, 3; False on rank 1\. They must"),
-        ("tokens", r"disagree: the shape of x is \(3, 8\) on rank 0, 2, 3; \(2, 8\) on rank 1\. .*divide the sequence"),
+        (
+            "tokens",
+            r"disagree: the shape of x is \(3, 8\) on rank 0, 2, 3; \(2, 8\) on rank 1\. .*must divide the size of",
+        ),
         ("owner_map", r"disagree: owner_map is 'rows' on rank 0, 2, 3; 'cols' on rank 1"),
         ("stride", r"disagree: partition_stride is 1 on rank 0, 2, 3; 2 on rank 1"),
         ("frozen", r"disagree: whether the weight needs one is True on rank 0, 2, 3; False on rank 1"),

@@ -177,7 +177,7 @@ def test_a_late_stride_that_is_no_positive_integer(stride):
 def test_a_late_stride_that_does_not_divide():
     layer = tpi.Linear(6, 16, parallel_mode="column")
     layer.weight.partition_stride = 3
-    text = "this rank's part of out_features=16 is not divisible by weight.partition_stride=3"
+    text = "out_features=16 is not divisible by TP degree=1 times partition_stride=3"
     with pytest.raises(ValueError, match=f"^{text}"):
         _ = layer.partition_stride
 

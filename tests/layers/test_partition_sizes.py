@@ -34,7 +34,7 @@ def test_the_shards_are_those_of_each_piece_and_come_back():
         assert torch.equal(deinterleave(in_rank_order, dim=dim, world=world, stride=sizes), full)
         if sizes == (12, 12, 12):
             assert torch.equal(shards[0], shard(full, dim=dim, rank=0, world=world, stride=3))
-    with pytest.raises(ValueError, match=r"a piece of size of dim 1=36, of size=6 is not divisible by world=4"):
+    with pytest.raises(ValueError, match="a piece of size of dim 1=36: its size=6 is not divisible by TP degree=4"):
         shard(full, dim=1, rank=0, world=4, stride=(24, 6, 6))
     with pytest.raises(ValueError, match=r"\(24, 6\) add up to 30: they must add up to size of dim 1=36"):
         unshard([full], dim=1, stride=(24, 6))
@@ -191,7 +191,7 @@ def test_a_plan_with_wrong_sizes_is_refused():
     ):
         with pytest.raises(ValueError, match=text):
             tpi.parallelize(build(), None, {"qkv": tpi.Part("colwise", sizes=sizes), "o": "rowwise"})
-    with pytest.raises(RankError, match=r"qkv: a piece of out_features=48, of size=13 is not divisible by TP degree=2"):
+    with pytest.raises(RankError, match="qkv: a piece of out_features=48: its size=13 is not divisible by TP degree=2"):
         run_ranks(parallelized, 2, {"qkv": tpi.Part("colwise", sizes=(24, 13, 11)), "o": "rowwise"})
     with pytest.raises(ValueError, match=r"sizes and partition_stride"):
         tpi.Part("colwise", sizes=SIZES, partition_stride=3)

@@ -332,7 +332,7 @@ def test_every_rank_raises():
         )
         assert texts[1].startswith(f"ids holds 6 on rank {rank} (1 of 2 ids are out of range): allowed is from 0 to 5")
         assert "the shape of ids is (2,) on rank 0; (3,) on rank 1" in texts[2]
-        assert texts[3].startswith("size of sequence_dim 0 of ids=3 is not divisible by TP degree=2")
+        assert texts[3].startswith(f"ids on rank {rank} has shape (3,), of which sequence parallelism takes dim 0")
 
 
 def with_other_batches(tp_group: Any, what: str, mode: bool) -> list[str]:

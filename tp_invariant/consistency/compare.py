@@ -90,12 +90,8 @@ def compare(
     parts += [f"and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
     advice = [text for start, text in _ADVICE.items() if any(key.startswith(start) for key in first[:_SHOWN])]
     if name == "tp_group" and any(key.startswith("the shape of ") for key in found):
-        given = facts.get("sequence_dim", facts.get("the sequence_dim that is sharded"))
-        dim = "" if given is None else f" (dim {given})"
-        advice.append(
-            "All ranks of tp_group must pass tensors of the same shape. Under sequence_parallel they have equal parts "
-            f"of the sequence, which is sequence_dim{dim}: the TP degree must divide its size; if another dim is the "
-            "sequence, set sequence_dim=.."
-        )
+        advice.append("All ranks of tp_group must pass tensors of the same shape")
+        if "sequence_parallel" in facts or "sequence_dim" in facts or "the sequence_dim that is sharded" in facts:
+            advice.append("Under sequence_parallel the TP degree must divide the size of sequence_dim")
     rule = rule or _SAME_SETTINGS
     raise RuntimeError(f"the {group.size} ranks of {name} disagree: {' | '.join(parts)}. {'. '.join([rule, *advice])}")

@@ -285,7 +285,9 @@ class Survey:
     def _survey_module(self, name: str, module: nn.Module) -> None:
         part = self.parts.get(name)
         if part is not None and part.style not in STYLES:
-            self._problem(name, f"style {part.style!r} is not supported; supported are {', '.join(STYLES)}")
+            near = difflib.get_close_matches(part.style, STYLES, n=1, cutoff=0.4)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            self._problem(name, f"style {part.style!r} is not supported{meant}; supported are {', '.join(STYLES)}")
         elif name.startswith(tuple(f"{experts}." for experts in self.experts)):
             return  # a part of what experts are replaced by
         elif part is not None and part.style == EXPERTS_STYLE:
@@ -327,8 +329,8 @@ class Survey:
 
     def _divides(self, name: str, size_name: str, size: int, parts: int, stride: int = 1) -> None:
         if text := indivisible(size, parts, size_name=size_name, stride=stride):
-            degrees = ", ".join(str(degree) for degree in range(1, 65) if not size % (degree * stride))
-            self._problem(name, text + (f", or the degree one of {degrees}" if degrees else ""))
+            degrees = ", ".join(str(degree) for degree in range(2, 65) if not size % (degree * stride))
+            self._problem(name, text + (f", or the TP degree one of {degrees}" if degrees else ""))
 
     # --- one kind of module each
 

@@ -57,7 +57,8 @@ def check_sequence(shape: Sequence[int], dim: int, world: int, where: str) -> No
         raise ValueError(
             f"{where} has shape {tuple(shape)}, of which sequence parallelism takes dim {dim} for the sequence: its "
             f"size {shape[dim]} is not divisible by TP degree={world}. Pad the sequence to a multiple of {world}; if "
-            "another dim is the sequence, set sequence_dim=.. (0 by default; 1 for [batch, sequence, features])"
+            "another dim is the sequence, set sequence_dim=.. of your layers and calls (0 by default; 1 for [batch, "
+            "sequence, features], as parallelize has it)"
         )
 
 
@@ -78,7 +79,7 @@ def piece_sizes(size: int, stride: Stride, world: int, size_name: str = "size") 
     if sum(stride) != size:
         raise ValueError(f"pieces of sizes {stride} add up to {sum(stride)}: they must add up to {size_name}={size}")
     for piece in stride:
-        check_divides(piece, world, size_name=f"of {size_name}={size} the piece with size")
+        check_divides(piece, world, size_name=f"a piece of {size_name}={size}: its size")
     return list(stride)
 
 

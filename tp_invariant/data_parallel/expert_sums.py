@@ -60,7 +60,10 @@ class ExpertSums:
         shares: Sequence[range],
         reader: object,
     ) -> None:
-        """indices: of the parameters among all of the MicroBatchTree's. labels: what errors call all of these. reader: the MicroBatchTree. A collective.
+        """A collective.
+
+        indices: of the parameters among all of the MicroBatchTree's. labels: what errors call all of these.
+        reader: the MicroBatchTree.
 
         Raises:
             ValueError: on every rank: dp_group does not have, for each expert, every data-parallel rank exactly once
@@ -130,16 +133,16 @@ class ExpertSums:
             waiting = partial_gradients_of(p)
             if waiting is None:
                 raise RuntimeError(
-                    f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group has lost its "
-                    "attribute partial_gradients, which this MicroBatchTree has set"
+                    f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group has lost "
+                    "its attribute partial_gradients, which this MicroBatchTree has set"
                 )
             sums = waiting.take(p)
             if p.grad is not None:
                 raise RuntimeError(
-                    f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts over "
-                    "data-parallel ranks, has a .grad. Its layer gives partial sums instead: it is left of the step "
-                    "before (call optimizer.zero_grad(), with set_to_none=True), something has changed the NaN that "
-                    "stands there until add() (a clip, an unscale), or another use of the parameter has made it (a "
+                    f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts "
+                    "over data-parallel ranks, has a .grad. Its layer gives partial sums instead: it is left of the "
+                    "step before (call optimizer.zero_grad(), with set_to_none=True), something has changed the NaN "
+                    "that stands there until add() (a clip, an unscale), or another use of the parameter has made it (a "
                     "regulariser), which would count on this rank only, and not in every micro-batch"
                 )
             if sums is None:

@@ -172,10 +172,11 @@ class MicroBatchTree:
         if self.group.size > 1:  # before anything that one rank alone could raise
             compare(facts, self.group, device, name="dp_group", rule=_SAME_ARGUMENTS)
         if gathered is not None:
+            shape = tuple(self._parameters[gathered].shape)
             raise ValueError(
-                f"{self._labels[gathered]} with shape {tuple(self._parameters[gathered].shape)} on rank {self.group.rank} "
-                "of dp_group is one that fully_shard has gathered, as after a forward alone: gradients would be of "
-                "another. Call module.reshard() of every FSDPModule before"
+                f"{self._labels[gathered]} with shape {shape} on rank {self.group.rank} of dp_group is one that "
+                "fully_shard has gathered, as after a forward alone: gradients would be of another. Call "
+                "module.reshard() of every FSDPModule before"
             )
         if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
             raise TypeError(f"micro_batches={micro_batches!r} is a {type(micro_batches).__name__}: pass an int")

@@ -528,10 +528,10 @@ class Linear(ShardedModule, nn.Linear):
         where = f"{named} {rank}"
         if x.dim() < 2 or x.shape[-1] != features:
             advice = ""
-            if x.dim() > 1 and self.input_is_parallel and x.shape[-1] == self.in_features:
+            if x.dim() > 1 and features < self.in_features == x.shape[-1]:
                 advice = ". x has all features: set input_is_parallel=False (in a plan 'rowwise_split_input'), or make "
                 advice += "the layer before it column-parallel"
-            elif x.dim() > 1 and not self.in_features % x.shape[-1] and not self.input_is_parallel:
+            elif x.dim() > 1 and features == self.in_features and x.shape[-1] and not features % x.shape[-1]:
                 advice = ". If x is this rank's part, as a column-parallel layer returns it, set gather_output=True "
                 advice += "there (in a plan 'colwise_gather_output'), or make this layer row-parallel"
             raise ValueError(
@@ -598,7 +598,7 @@ def check_sizes(sizes: Any, size: int, world: int, size_name: str) -> Stride:
     if sum(kept) != size:
         raise ValueError(f"partition_sizes={kept} add up to {sum(kept)}: they must add up to {size_name}={size}")
     for n in kept:
-        check_divides(n, world, size_name=f"of {size_name}={size} the piece with size")
+        check_divides(n, world, size_name=f"a piece of {size_name}={size}: its size")
     return len(kept) if len(set(kept)) == 1 else kept
 
 

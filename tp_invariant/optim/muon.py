@@ -174,8 +174,9 @@ def _described(p: Tensor, label: str, over: Group, update: Tensor, options: dict
         shards = [(axis, *at) for axis, at in zip(axes, mesh_shards(p), strict=True) if at[0].size > 1]
         if shards and over.size > 1:
             raise ValueError(
-                f"{label} with shape {tuple(shape)} on rank {over.rank} is a DTensor placed as {p.placements} of a "
-                "part over tp_group (fully_shard of plain shards): for Muon make the layers with tp_group as a DeviceMesh"
+                f"{label} with shape {tuple(shape)} on rank {over.rank} is a DTensor placed as {p.placements} of "
+                "a part over tp_group (fully_shard of plain shards): for Muon make the layers with tp_group as a "
+                "DeviceMesh"
             )
         factors = [(q.dim, q.split_factor) for q in p.placements if getattr(q, "split_factor", 1) > 1]  # type: ignore[attr-defined]
         if not hasattr(p, "partition_dim") and len(factors) == 1:  # fully_shard drops the attributes
