@@ -213,7 +213,7 @@ GROUPS = [
     (
         odd_linear,
         "features",
-        r"an error before the call is nothing on rank 0, 2, 3; .*x of .* has shape \(4, 4\).* here",
+        r"an error before the call is nothing on rank 0, 2, 3; .*x of .* here has shape \(4, 4\)",
     ),
     (odd_norm, "mode", "the TP-invariant mode is"),
     (odd_norm, "dtype", "the dtype of x is"),
@@ -356,7 +356,7 @@ def first_of_sequence(tp_group, what):
         ("call", "the call is 'gather_sequence' on rank 0, 2, 3; 'scatter_sequence' on rank 1"),
         (
             "split",
-            "an error before the call is nothing on rank 0, 2, 3; .*ValueError: x on rank 1 has shape .* size 3 is not",
+            "an error before the call is nothing on rank 0, 2, 3; .*ValueError: x here has shape .* size 3 is not",
         ),
         ("no dim", "an error before the call is nothing on rank 0, 2, 3; .*IndexError: sequence_dim=2 is out of range"),
     ],

@@ -1,7 +1,5 @@
 """The regions' collectives and adjoints: compared with what one process computes from all ranks' inputs."""
 
-import re
-
 import pytest
 import torch
 from moved_bytes import DTYPES, check_ranks, run_ranks, special, worlds

@@ -142,7 +142,7 @@ class ExpertSums:
                     f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self._dp.rank} of dp_group, experts "
                     "over data-parallel ranks, has a .grad. Its layer gives partial sums instead: it is left of the "
                     "step before (call optimizer.zero_grad(), with set_to_none=True), something has changed the NaN "
-                    "that stands there until add() (a clip, an unscale), or another use of the parameter has made it (a "
+                    "that stands there until add() (a clip, an unscale), or another use of the parameter made it (a "
                     "regulariser), which would count on this rank only, and not in every micro-batch"
                 )
             if sums is None:
