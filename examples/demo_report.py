@@ -118,7 +118,7 @@ def rows(runs: Runs) -> list[tuple[str, ...]]:
     """The table as text: its headings, then one row for each degree."""
     reference, steps = next(iter(runs)), len(next(iter(runs.values()))[0].steps)
     found = differences(runs)
-    headings = ("TP", "last loss", "largest loss gap", "parameters that differ", f"digest, all {steps} steps")
+    headings = ("TP", "last loss", "largest gap", "parameters apart", "digest")
     result: list[tuple[str, ...]] = [(*headings, f"compared with TP={reference}")]
     for degree, ranks in runs.items():
         last, apart = ranks[0].steps[-1].loss, max(loss_differences(runs, degree))
@@ -144,7 +144,7 @@ def _console() -> Any:
         return None
     console = Console(highlight=False)
     return (
-        console if console.is_terminal else Console(highlight=False, width=140)
+        console if console.is_terminal else Console(highlight=False, width=120)
     )  # a log's lines need not fit a window
 
 
