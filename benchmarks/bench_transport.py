@@ -61,7 +61,7 @@ def starts(what: str, transport: str, early: bool, group: Group) -> Start:
             started = peer_kernels.start_gather_major(x, group) if what == "gather" else None
             started = peer_kernels.start_exchange_rows(x, sizes, group) if what == "exchange" else started
         else:
-            started = peer_copies.start_gather(x, group, early=early) if what == "gather" else None
+            started = peer_copies.start_gather_major(x, group, early=early) if what == "gather" else None
             started = peer_copies.start_exchange_rows(x, sizes, group, early=early) if what == "exchange" else started
         assert started is not None, "the ranks do not reach each other's memory: see tp-invariant doctor"
         return started

@@ -97,6 +97,11 @@ def _set(enabled: bool | None) -> None:
     _override = enabled
 
 
+def switch() -> bool | None:
+    """What the last `autotune` says."""
+    return _override
+
+
 def is_enabled() -> bool:
     """Whether autotuning is on, by the last `autotune`, else by the environment. Raises ValueError for other values."""
     if _override is not None:

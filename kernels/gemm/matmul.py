@@ -27,7 +27,7 @@ from torch import Tensor
 from ..launch import cdiv, interpreting, launch_on
 from ..plans import Kernel, Launch, run
 from .aligned_copies import copied_matmul, worthwhile_copies
-from .autotune import check_unmeasured, is_enabled
+from .autotune import check_unmeasured, is_enabled, switch
 from .matmul_configs import MatmulConfig, choose_config, fit, promoted_block_k, shared_memory_of
 from .matmul_tma import prepare_tma, rank_major_operands, split, tma_operands
 from .operands import check_bias, check_kinds, check_memory, check_operands, check_output, check_promotion, written
@@ -205,9 +205,9 @@ def matmul(
             a promote_every that is not a multiple of 128, or a device that cannot run Triton kernels.
     """
     tensors, options = (a, b, bias, out), (out_dtype, accumulate, promote_every)
-    if config is not None or is_enabled():
-        return _prepare(*tensors, *options, config)(*tensors)
-    return run(_prepare, tensors, *options)  # type: ignore[no-any-return]
+    if config is not None:
+        return _prepare(*tensors, *options, None, config)(*tensors)
+    return run(_prepare, tensors, *options, switch())  # type: ignore[no-any-return]
 
 
 _Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -215,9 +215,9 @@ _Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 def _prepare(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None, accumulate: bool,
-    promote_every: int | None, config: MatmulConfig | None = None,
+    promote_every: int | None, switch: bool | None, config: MatmulConfig | None = None,
 ) -> _Product:  # fmt: skip
-    """`matmul` of tensors of these layouts."""
+    """`matmul` of tensors of these layouts. switch: the one that `is_enabled` goes by."""
     check_operands(a, b, bias, out_dtype or getattr(out, "dtype", None))
     out_dtype = check_output(a, b, out, out_dtype, accumulate, bias)
     check_promotion(promote_every)
@@ -225,7 +225,14 @@ def _prepare(
         raise ValueError("matmul: out is a view that torch negates (is_neg() is True); allowed: a tensor that is not")
     launch_on(a, "matmul")
     negated = any(x is not None and x.is_neg() for x in (a, b, bias))
-    product = _prepare_plain(*no_negated_views(a, b, bias), out, out_dtype, accumulate, promote_every, config)
+    options = out_dtype, accumulate, promote_every, config
+    product: _Product
+    if config is None and is_enabled():  # at each call by what has been measured until then
+
+        def product(*tensors: Any) -> Tensor:
+            return _prepare_plain(*tensors, *options)(*tensors)
+    else:
+        product = _prepare_plain(*no_negated_views(a, b, bias), out, *options)
     if out is None and not negated:
         return product
 

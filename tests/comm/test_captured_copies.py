@@ -221,7 +221,7 @@ def rounds_in_a_graph(tp_group):
         for n in range(12):
             x, early = xs[n % 4], n % 3 == 0
             if n % 2:
-                flying.append((n, peer_copies.start_gather(x, group, early=early)))
+                flying.append((n, peer_copies.start_gather_major(x, group, early=early)))
             else:
                 flying.append((n, peer_copies.start_exchange_rows(x, sizes, group, early=early)))
             while len(flying) > choose.randrange(3):

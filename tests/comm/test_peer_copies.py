@@ -207,7 +207,7 @@ def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
     xs[-1] = xs[-1]._neg_view()  # which has other bytes in memory
     sizes = [0, 3, 4][-size:] if size == 3 else [6, 1]
     for _ in range(3):  # the second and third time in buffers that were used
-        gathers = [peer_copies.start_gather(x, group) for x, group in zip(xs, groups, strict=True)]
+        gathers = [peer_copies.start_gather_major(x, group) for x, group in zip(xs, groups, strict=True)]
         rows = [peer_copies.start_exchange_rows(x, sizes, group) for x, group in zip(xs, groups, strict=True)]
         assert driver.check() == size * (size - 1) * 2
         for rank in range(size):
@@ -246,7 +246,7 @@ class Lent(Pending):
 
 
 LENDING = {
-    "start_gather": lambda x, group, *, early=False: Lent(start_gather_major(x, group)),
+    "start_gather_major": lambda x, group, *, early=False: Lent(start_gather_major(x, group)),
     "start_gather_dim": lambda x, dim, group: Lent(start_gather_dim(x, dim, group)),
     "start_exchange_rows": lambda x, sizes, group, *, early=False: Lent(start_exchange_rows(x, sizes, group)),
 }
@@ -372,7 +372,7 @@ def chosen(tp_group, monkeypatch_to):
     x = torch.zeros(group.size, 2**20)
     with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT=monkeypatch_to):
         try:
-            return peer_copies.start_gather(x, group), peer_copies.start_exchange_rows(x, [1] * group.size, group)
+            return peer_copies.start_gather_major(x, group), peer_copies.start_exchange_rows(x, [1] * group.size, group)
         except RuntimeError as error:
             return str(error)
 
@@ -410,7 +410,7 @@ def rounds_of_copies(tp_group):
             if late.random() < 0.3:
                 torch.cuda._sleep(late.randrange(5_000_000))
             if choose.random() < 0.5:
-                want, lent = start_gather_major(x, group).wait(), peer_copies.start_gather(x, group, early=early)
+                want, lent = start_gather_major(x, group).wait(), peer_copies.start_gather_major(x, group, early=early)
             else:
                 sizes = [0] * group.size
                 for _ in range(rows):
@@ -446,7 +446,7 @@ def after_meeting_alone(tp_group):
     """Rank 0 has exchanged in other groups before, so torch numbers its exchanges differently from the others'."""
     group, device = resolve_group(tp_group), torch.device("cuda", torch.cuda.current_device())
     with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
-        peer_copies.start_gather(torch.ones(8, device=device), group).release()
+        peer_copies.start_gather_major(torch.ones(8, device=device), group).release()
         for n in range(3 if group.rank == 0 else 0):
             alone = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
             name = f"alone {n} of {id(alone)}"
@@ -454,7 +454,7 @@ def after_meeting_alone(tp_group):
             own = torch_private.symmetric_memory().empty_strided_p2p((1024,), (1,), torch.uint8, device)
             peer_memory.Shared(own, name)
         x = torch.full((2**25,), group.rank + 1.0, device=device)  # needs a new buffer
-        lent = peer_copies.start_gather(x, group)
+        lent = peer_copies.start_gather_major(x, group)
         got = lent.wait()[:, ::4096].clone()
         lent.release()
     return bool((got == torch.arange(1.0, group.size + 1, device=device)[:, None]).all())
@@ -471,7 +471,7 @@ def without_arrival(tp_group):
     x = torch.full((2**20,), group.rank + 1.0, device="cuda")
     with mock.patch.dict("os.environ", TP_INVARIANT_TRANSPORT="copy_engine"):
         for _ in range(2 * PER_SIZE):  # whatever the buffers hold
-            lent = peer_copies.start_gather(x, group)
+            lent = peer_copies.start_gather_major(x, group)
             lent.wait()
             lent.release()
         machine = copies_of(group, x.device).machine
@@ -487,7 +487,7 @@ def without_arrival(tp_group):
         if group.rank == 1:
             torch.cuda._sleep(500_000_000)
         with mock.patch.object(machine, "flags", deaf):
-            lent = peer_copies.start_gather(x, group)
+            lent = peer_copies.start_gather_major(x, group)
             seen = lent.wait()[1].clone()
         machine.flags(machine.current(), lent._lease.index, lent._lease._buffer.number, until=Flag.ARRIVED)
         arrived = lent.wait()[1].clone()

@@ -116,7 +116,7 @@ class Emulation:
         def start(name):
             real = getattr(collectives, name, None) or getattr(collectives, name.replace("start_", ""))
 
-            def made(x, *options):
+            def made(x, *options, early=False):
                 self.asked.append(name.replace("start_", ""))
                 result = real(x, *options)
                 return Emulated(result.wait() if isinstance(result, Pending) else result)
@@ -125,7 +125,6 @@ class Emulation:
 
         names = "start_gather_major", "start_gather_dim", "start_exchange_rows", "start_exchange_cols_for_rows"
         self._patches = [mock.patch.object(peer_kernels, name, start(name)) for name in names]
-        self._patches.append(mock.patch.object(moves, names[-1], start(names[-1])))
         self._patches.append(mock.patch.object(collectives, "_is_on_gpu", lambda x: True))
         for patch in self._patches:
             patch.start()
@@ -194,7 +193,7 @@ def test_what_is_overlapped_asks_for_a_copy_engine_first(monkeypatch):
     monkeypatch.setattr(Way, "taken", taken, raising=False)
     for function in ("start_gather_dim", "start_exchange_rows", "start_gather_major"):
         monkeypatch.setattr(peer_kernels, function, Way("kernel"))
-    for function in ("start_gather_dim", "start_exchange_rows", "start_gather"):
+    for function in ("start_gather_dim", "start_exchange_rows", "start_gather_major"):
         monkeypatch.setattr(peer_copies, function, Way("copy"))
     for start in (
         lambda peers: moves.start_gather_dim(x, 0, group, peers),

@@ -223,7 +223,9 @@ def exchange_cols_for_rows(
     """From columns split over ranks to rows split over ranks: x [T, col_sizes[rank]] -> [row_sizes[rank], N]."""
     if group.size == 1:
         return x
-    if pending := peers and _is_on_gpu(x) and moves.start_exchange_cols_for_rows(x, row_sizes, col_sizes, group):
+    if pending := peers and _is_on_gpu(x) and moves.start_exchange_cols_for_rows(
+        x, row_sizes, col_sizes, group, peers
+    ):
         return pending.wait()
     mine = row_sizes[group.rank]
     # blocks differ in width, so they are sent as flat tensors

@@ -7,51 +7,58 @@ alone; from Python its launches cost more than they save, unless the block is la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 
 from torch import Tensor
 
 from . import peer_copies, peer_kernels
 from .group import Group, Peers, Pending
-from .peer_kernels import start_exchange_cols_for_rows
-
-__all__ = ["start_exchange_cols_for_rows", "start_exchange_rows", "start_gather_dim", "start_gather_major"]
+from .peer_memory import transport
 
 
-def _first(
-    x: Tensor, group: Group, peers: Peers, kernel: Callable[[], Pending | None], copy: Callable[[], Pending | None]
-) -> Pending | None:
+def _order(x: Tensor, group: Group, peers: Peers) -> tuple[ModuleType, ...]:
+    """Who may move x, whoever is the faster first."""
+    choice = transport()
+    if choice == "nccl":
+        return ()
     if peers.for_graphs:
         peer_copies.prepare_for_graphs(group, x.device)
-    copy_first = peers.lend and (peers.early or peers.overlapped)
-    pending = copy() if copy_first else kernel()
-    if pending is None and peers.lend:
-        pending = kernel() if copy_first else copy()
-    return pending
+    if choice == "copy_engine":
+        return (peer_copies,) if peers.lend else ()
+    if not peers.lend:
+        return (peer_kernels,)
+    return (peer_copies, peer_kernels) if peers.early or peers.overlapped else (peer_kernels, peer_copies)
 
 
 def start_gather_major(x: Tensor, group: Group, peers: Peers) -> Pending | None:
     """Every rank's x, rank-major: [P, ...x]."""
-    return _first(
-        x, group, peers,
-        lambda: peer_kernels.start_gather_major(x, group),
-        lambda: peer_copies.start_gather(x, group, early=peers.early),
-    )  # fmt: skip
+    for by in _order(x, group, peers):
+        if pending := by.start_gather_major(x, group, early=peers.early):
+            return pending
+    return None
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, peers: Peers) -> Pending | None:
     """Every rank's block of the rows of x that are this rank's: [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
-    return _first(
-        x, group, peers,
-        lambda: peer_kernels.start_exchange_rows(x, send_sizes, group),
-        lambda: peer_copies.start_exchange_rows(x, send_sizes, group, early=peers.early),
-    )  # fmt: skip
+    for by in _order(x, group, peers):
+        if pending := by.start_exchange_rows(x, send_sizes, group, early=peers.early):
+            return pending
+    return None
 
 
 def start_gather_dim(x: Tensor, dim: int, group: Group, peers: Peers) -> Pending | None:
     """Every rank's x, concatenated along `dim` in rank order."""
-    return _first(
-        x, group, peers,
-        lambda: peer_kernels.start_gather_dim(x, dim, group),
-        lambda: peer_copies.start_gather_dim(x, dim, group),
-    )  # fmt: skip
+    for by in _order(x, group, peers):
+        if pending := by.start_gather_dim(x, dim, group):
+            return pending
+    return None
+
+
+def start_exchange_cols_for_rows(
+    x: Tensor, row_sizes: Sequence[int], col_sizes: Sequence[int], group: Group, peers: Peers
+) -> Pending | None:
+    """From columns split over ranks to rows: x [T, N/P] -> [T/P, N]; None if the splits are uneven."""
+    if peer_kernels not in _order(x, group, peers):
+        return None
+    return peer_kernels.start_exchange_cols_for_rows(x, row_sizes, col_sizes, group)

@@ -134,7 +134,7 @@ def _start(
     return PeerPending(lease, copies.machine.view(lease.index, x.dtype, shape), x)
 
 
-def start_gather(local: Tensor, group: Group, *, early: bool = False) -> Pending | None:
+def start_gather_major(local: Tensor, group: Group, *, early: bool = False) -> Pending | None:
     """Starts gathering every rank's `local` into a rank-major [P, ...local]; None where NCCL is to do it.
 
     early: on the side, so that what is needed sooner goes past it. The result must be released.
@@ -147,14 +147,14 @@ def start_gather(local: Tensor, group: Group, *, early: bool = False) -> Pending
 
 
 def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
-    """As start_gather, concatenated along `dim`; None too where dims before it are larger than one."""
+    """As start_gather_major, concatenated along `dim`; None too where dims before it are larger than one."""
     if not is_first(local, dim):
         return None
     return _start(local, [(0, local.nbytes)] * group.size, whole_shape(local, dim, group), group, False)
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
-    """As start_gather: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
+    """As start_gather_major: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
     shape = group.size, send_sizes[group.rank], *x.shape[1:]
     row = x.nbytes // max(x.shape[0], 1)
     begins = accumulate(send_sizes, initial=0)

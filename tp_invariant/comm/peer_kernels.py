@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import peer_memory
 from .group import Group, Pending, is_captured, is_capturing, stored, whole_shape
-from .peer_memory import PeerMemory, Shared, memory_of, transport
+from .peer_memory import PeerMemory, Shared, memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -150,19 +150,18 @@ def kernels_of(group: Group, device: torch.device) -> PeerKernels | None:
 def _start(
     x: Tensor, group: Group, shape: Sequence[int], row: int, blocks: int = 1, side_by_side: bool = False
 ) -> Pending | None:
-    """None where another transport is to do it: TP_INVARIANT_TRANSPORT is not auto, x is not on a GPU, empty, large, or
-    of rows of odd sizes, or the ranks cannot reach each other's memory. The same on every rank."""
-    most, alignment = (MOST_GATHERED, 16) if blocks == 1 else (MOST_BYTES, 16)
-    if blocks == 1 and group.size * x.nbytes <= SMALL_BYTES:
-        alignment = 4
-    if not x.is_cuda or group.size == 1 or not 0 < x.nbytes <= most or row % alignment or transport() != "auto":
+    """None where another transport is to do it: x is not on a GPU, empty, large, or of rows of odd sizes, or the ranks
+    cannot reach each other's memory. The same on every rank."""
+    most, nbytes = MOST_GATHERED if blocks == 1 else MOST_BYTES, x.nbytes
+    alignment = 4 if blocks == 1 and group.size * nbytes <= SMALL_BYTES else 16
+    if not x.is_cuda or group.size == 1 or not 0 < nbytes <= most or row % alignment:
         return None
     kernels = kernels_of(group, x.device)
     return None if kernels is None else kernels.move(stored(x), shape, row, blocks, side_by_side)
 
 
-def start_gather_major(x: Tensor, group: Group) -> Pending | None:
-    """Every rank's x, rank-major: [P, ...x]."""
+def start_gather_major(x: Tensor, group: Group, *, early: bool = False) -> Pending | None:
+    """Every rank's x, rank-major: [P, ...x]. `early` is for copy engines."""
     return _start(x, group, (group.size, *x.shape), x.nbytes)
 
 
@@ -172,7 +171,7 @@ def start_gather_dim(x: Tensor, dim: int, group: Group) -> Pending | None:
     return _start(x, group, whole_shape(x, dim, group), x.nbytes // max(before, 1), side_by_side=before > 1)
 
 
-def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group) -> Pending | None:
+def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
     """Every rank's block of rows that is this rank's, [sum(send_sizes), C] -> [P, rows, C]; None if blocks differ."""
     rows = send_sizes[0]
     if len({*send_sizes}) > 1:

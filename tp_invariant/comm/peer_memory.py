@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.torch_graphs import in_torch_graph
 from ..core.torch_private import symmetric_memory
-from ..core.variables import TRANSPORT_VARIABLE, VARIABLES
+from ..core.variables import TRANSPORT_VARIABLE, VARIABLES, value_of
 from .exchange_store import meeting_of
 from .group import Group
 from .wire import gather_objects
@@ -47,7 +47,9 @@ def transport() -> str:
     """
     if in_torch_graph():
         return "nccl"
-    choice = os.environ.get(TRANSPORT_VARIABLE, "auto")
+    choice = value_of(TRANSPORT_VARIABLE)
+    if choice is None:
+        return "auto"
     if choice not in TRANSPORTS:
         raise ValueError(
             f"{TRANSPORT_VARIABLE}={choice!r} is not understood: set it to one of {', '.join(TRANSPORTS)}, the same on "

@@ -7,8 +7,7 @@ from types import TracebackType
 
 import torch
 
-from .torch_private import environment
-from .variables import ALIAS_VARIABLE, CHECK_VARIABLE, MODE_VARIABLE, warn_of_unknown_variables
+from .variables import ALIAS_VARIABLE, CHECK_VARIABLE, MODE_VARIABLE, value_of, warn_of_unknown_variables
 
 _VALUES = {"0": False, "1": True}
 
@@ -18,17 +17,8 @@ _override: bool | None = None
 _is_first_read = True
 
 
-# The keys of `environment`, the dict inside os.environ.
-_KEYS = {name: os.environ.encodekey(name) for name in (MODE_VARIABLE, ALIAS_VARIABLE, CHECK_VARIABLE)}
-
-
-def _read(variable: str) -> str | None:
-    text = environment.get(_KEYS[variable])
-    return text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
-
-
 def _parse(variable: str) -> bool | None:
-    text = _read(variable)
+    text = value_of(variable)
     if text is None:
         return None
     if text not in _VALUES:
@@ -70,7 +60,7 @@ def is_call_check_enabled() -> bool:
     Raises:
         ValueError: the variable holds anything else.
     """
-    return _read(CHECK_VARIABLE) is not None and bool(_parse(CHECK_VARIABLE))  # unset as a rule, which takes less time
+    return value_of(CHECK_VARIABLE) is not None and bool(_parse(CHECK_VARIABLE))  # unset as a rule, which takes less time
 
 
 def mode_if_cacheable() -> bool | None:

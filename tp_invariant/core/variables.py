@@ -6,6 +6,8 @@ import difflib
 import os
 import warnings
 
+from .torch_private import environment
+
 MODE_VARIABLE = "TP_INVARIANT_MODE"
 ALIAS_VARIABLE = "NVTE_TP_INVARIANT_MODE"  # the name that Transformer Engine PR 2977 proposes
 CHECK_VARIABLE = "TP_INVARIANT_CHECK"
@@ -23,7 +25,14 @@ VARIABLES = {
     "TP_INVARIANT_AUTOTUNE": ("1", "0"),
     SHARE_VARIABLE: ("1",),
 }
+_KEYS = {name: os.environ.encodekey(name) for name in VARIABLES}  # of `environment`, the dict inside os.environ
 SET_FOR_RANKS = (RANK_DEVICE_VARIABLE, RANK_THREADS_VARIABLE)  # by testing.run_ranks, in its rank processes
+
+
+def value_of(variable: str) -> str | None:
+    """Of one of VARIABLES, in a fifth of the time that os.environ takes; None where it is unset."""
+    text = environment.get(_KEYS[variable])
+    return text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
 
 
 def warn_of_unknown_variables() -> None:

@@ -151,15 +151,22 @@ class _Use(tuple):
     layout: WeightLayout
 
 
-def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
+def _uses_of(weight: Tensor, *layouts: WeightLayout) -> list[_Use]:
     """None for a weight that is never foreseen nor kept; see the module."""
     if weight.is_inference() or weight.grad_fn is not None or resharded_whole(weight) is not None:
-        return None
+        return []
     if not isinstance(weight, nn.Parameter) and autocast_dtype(weight.device) is not None:
-        return None  # a cast, which has no grad_fn where gradients are off
-    use = _Use((*_memory_of(weight), layout.part, layout.k_dim))
-    use.weight, use.layout = weight.detach(), layout
-    return use
+        return []  # a cast, which has no grad_fn where gradients are off
+    uses, memory, alias = [], _memory_of(weight), weight.detach()
+    for layout in layouts:
+        use = _Use((*memory, layout.part, layout.k_dim))
+        use.weight, use.layout = alias, layout
+        uses.append(use)
+    return uses
+
+
+def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
+    return next(iter(_uses_of(weight, layout)), None)
 
 
 def _memory_of(weight: Tensor) -> tuple:
@@ -234,8 +241,8 @@ class WeightCache:
         of, capturing = self._of(layouts[0].group), is_capturing()
         if not (of.kept or capturing in of.early):
             return [False] * len(layouts)
-        uses = [_use_of(weight, layout) for layout in layouts]
-        return [use is not None and of.find(use, capturing) is not None for use in uses]
+        uses = _uses_of(weight, *layouts)
+        return [of.find(use, capturing) is not None for use in uses] or [False] * len(layouts)
 
     def prefetch(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is here or on its way, for its next use."""
