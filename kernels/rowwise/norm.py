@@ -377,13 +377,35 @@ def norm_backward_of_heads(
     """dx and dweight of a norm over each head of x [.., heads, H], contiguous like dy: `norm_backward_input`, and one
     partial sum for each head over all tokens, in blocks of rows_per_sum; dweight is their sum in head order. Not
     `folded`: those sums instead of dweight, float32 [heads, H]."""
+    options = rows_per_sum, rms, zero_centered, folded
+    return run(_prepare_of_heads, (dy, x, weight, mean, rstd), *options)  # type: ignore[no-any-return]
+
+
+def _prepare_of_heads(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, rows_per_sum: int, rms: bool,
+    zero_centered: bool, folded: bool,
+) -> Callable:  # fmt: skip
     heads, h = x.shape[-2:]
-    rows = [t.view(-1, heads * h) for t in (dy, x)]
-    by_head = [None if t is None else t.view(-1, heads) for t in (mean, rstd)]
-    sums = norm_weight_partial_sums(*rows, *by_head, rows_per_sum=rows_per_sum, rms=rms, with_bias=False)
-    sums = fold_partial_sums(sums).view(heads, h)
-    dx = norm_backward_input(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)
-    return dx, fold_partial_sums(sums, weight.dtype) if folded else sums
+
+    def of_tokens(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor | None, ...]:
+        by_head = [None if t is None else t.view(-1, heads) for t in (mean, rstd)]
+        return dy.view(-1, heads * h), x.view(-1, heads * h), None, *by_head
+
+    tokens = of_tokens(dy, x, mean, rstd)
+    sum_blocks = _prepare_backward(*tokens, "norm_weight_partial_sums", rms, False, rows_per_sum, False)  # type: ignore[arg-type]
+    blocks = torch.empty(cdiv(len(tokens[0]), rows_per_sum), heads * h, device=x.device)  # type: ignore[arg-type]
+    fold_blocks = _prepare_fold(blocks, "fold_partial_sums", None, None)
+    fold_heads = _prepare_fold(blocks.new_empty(heads, h), "fold_partial_sums", weight.dtype, None)
+    differentiate = _prepare_backward(
+        dy, x, weight, mean, rstd, "norm_backward_input", rms, zero_centered, None, False
+    )  # fmt: skip
+
+    def call(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        sums = fold_blocks(sum_blocks(*of_tokens(dy, x, mean, rstd))[1])[0].view(heads, h)
+        dx = differentiate(dy, x, weight, mean, rstd)[0]
+        return dx, fold_heads(sums)[0] if folded else sums
+
+    return call
 
 
 def _prepare_backward(

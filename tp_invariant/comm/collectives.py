@@ -19,12 +19,14 @@ from ..core.layout import split_sizes
 from . import moves
 from .call_records import ALL_GATHER, ALL_TO_ALL, records_of
 from .group import (
+    LENT,
     NOT_LENT,
     Group,
     OnMesh,
     Peers,
     Pending,
     concatenated,
+    current_handle,
     is_captured,
     is_capturing,
     is_first,
@@ -37,11 +39,13 @@ from .group import (
 from .wire import held_until_it_ends, transfer_error
 
 __all__ = [
+    "LENT",
     "NOT_LENT",
     "Group",
     "OnMesh",
     "Peers",
     "Pending",
+    "current_handle",
     "exchange_cols_for_rows",
     "exchange_flat",
     "exchange_rows",
@@ -223,9 +227,7 @@ def exchange_cols_for_rows(
     """From columns split over ranks to rows split over ranks: x [T, col_sizes[rank]] -> [row_sizes[rank], N]."""
     if group.size == 1:
         return x
-    if pending := peers and _is_on_gpu(x) and moves.start_exchange_cols_for_rows(
-        x, row_sizes, col_sizes, group, peers
-    ):
+    if pending := peers and _is_on_gpu(x) and moves.start_exchange_cols_for_rows(x, row_sizes, col_sizes, group, peers):
         return pending.wait()
     mine = row_sizes[group.rank]
     # blocks differ in width, so they are sent as flat tensors

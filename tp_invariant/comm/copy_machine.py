@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import peer_memory
 from .copy_protocol import Block
+from .group import handle_of
 from .peer_memory import PeerMemory, Shared
 
 MOST_BUFFERS = 64
@@ -82,11 +83,9 @@ class CudaMachine:
     """A Machine for a group of ranks with a device each. To make one is collective."""
 
     def __init__(self, memory: PeerMemory) -> None:
-        from triton.runtime import driver as triton_driver
+        from ..kernels import launch
 
-        from ..kernels.launch import bind_context
-
-        self._bind_context, self._raw_stream = bind_context, triton_driver.active.get_current_stream
+        self._launch, self._raw_stream = launch, handle_of()
         self.rank, self.size, self._memory, self._device = memory.rank, memory.size, memory, memory.device
         self._lanes = [torch.cuda.Stream(self._device, priority=-1) for _ in range(2)]
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -102,7 +101,8 @@ class CudaMachine:
     # streams
 
     def current(self) -> torch.cuda.Stream:
-        self._bind_context(self._device.index)  # this comes before any call of the driver
+        if not self._launch.thread.has_context:  # this comes before any call of the driver
+            self._launch.bind_context(self._device.index)
         raw = self._raw_stream(self._device.index)
         stream = self._streams.get(raw)  # to make one takes the host longer than a copy
         if stream is None:

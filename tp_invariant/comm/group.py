@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -167,6 +168,19 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def handle_of() -> Callable[[int], int]:
+    """Of a device's index, the handle of its current stream: a Stream of torch's takes longer to make."""
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream
+
+
+def current_handle(x: Tensor) -> int | None:
+    """That of x's device; None on a CPU."""
+    return handle_of()(x.get_device()) if x.is_cuda else None
+
+
 def is_captured(stream: torch.cuda.Stream) -> bool:
     """Whether this CUDA stream is."""
     with torch.cuda.stream(stream):
@@ -247,7 +261,7 @@ class Peers(NamedTuple):
     for_graphs: bool = False
 
 
-NOT_LENT = Peers(lend=False)
+LENT, NOT_LENT = Peers(), Peers(lend=False)
 
 
 def stored(x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
-    """As start_gather_major: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
+    """The same: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
     shape = group.size, send_sizes[group.rank], *x.shape[1:]
     row = x.nbytes // max(x.shape[0], 1)
     begins = accumulate(send_sizes, initial=0)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import peer_memory
-from .group import Group, Pending, is_captured, is_capturing, stored, whole_shape
+from .group import Group, Pending, current_handle, handle_of, is_captured, is_capturing, stored, whole_shape
 from .peer_memory import PeerMemory, Shared, memory_of
 
 logger = logging.getLogger(__name__)
@@ -64,12 +64,9 @@ class PeerKernels:
     """What a group has on a device: channels for small moves and for large ones, by whether they are captured."""
 
     def __init__(self, size: int, small: dict[bool, Channel], large: dict[bool, Channel]) -> None:
-        from triton.runtime import driver
-
         from ..kernels.peer_moves import TAGS
 
         self.size, self._tags, self.small, self.large = size, TAGS, small, large
-        self._stream_of = driver.active.get_current_stream  # its handle: a Stream of torch's takes longer to make
 
     @property
     def moves(self) -> int:
@@ -80,7 +77,7 @@ class PeerKernels:
         small = blocks == 1 and self.size * x.nbytes <= SMALL_BYTES
         alignment = 4 if small else 16
         x = x if x.data_ptr() % alignment == 0 else x.clone()
-        stream, captured = self._stream_of(x.get_device()), torch.cuda.is_current_stream_capturing()
+        stream, captured = handle_of()(x.get_device()), torch.cuda.is_current_stream_capturing()
         out = x.new_empty(shape)  # first: where no memory is left, this was no move
         channel = (self.small if small else self.large)[captured]
         tag = channel.next(stream) % self._tags
@@ -88,18 +85,18 @@ class PeerKernels:
             channel.kernel(x, out, row if side_by_side else x.nbytes, tag)
         else:
             channel.kernel(x, out, blocks, row, side_by_side, tag)
-        return OnStream(out, channel.stream, stream, self._stream_of)
+        return OnStream(out, channel.stream, stream)
 
 
 class OnStream(Pending):
     """What a kernel on `stream`, of this handle, makes."""
 
-    def __init__(self, result: Tensor, stream: Any, handle: int, handle_of: Callable[[int], int]) -> None:
+    def __init__(self, result: Tensor, stream: Any, handle: int) -> None:
         super().__init__(result, None)
-        self._stream, self._handle, self._handle_of = stream, handle, handle_of
+        self._stream, self._handle = stream, handle
 
     def wait(self) -> Tensor:
-        if self._handle_of(self._result.get_device()) != self._handle:
+        if current_handle(self._result) != self._handle:
             stream = torch.cuda.current_stream(self._result.device)
             stream.wait_stream(self._stream)
             self._result.record_stream(stream)

@@ -372,6 +372,9 @@ def _set_settings(ctx: Any, dtypes: Any, *settings: Any) -> None:
     ctx.settings = settings
 
 
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
 def as_custom_op(
     function: type[torch.autograd.Function],
     *,
@@ -493,7 +496,8 @@ def as_custom_op(
 
     def apply(*args: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            return (of_dtensors if any(map(is_dtensor, args[:count])) else function).apply(*args)
+            plain = _PLAIN.issuperset(map(type, args[:count])) or not any(map(is_dtensor, args[:count]))
+            return (function if plain else of_dtensors).apply(*args)
         args = (*map(as_local, args[:count]), *args[count:])
         groups: list[str] = []
         sizes: list[int] = []

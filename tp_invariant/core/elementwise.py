@@ -35,6 +35,9 @@ class AroundLayers(TorchFunctionMode):
     """A mode that replaces functions which a model's code calls, and none that this library's layers call."""
 
 
+_NO_CONTEXT = nullcontext()
+
+
 def is_inside(kind: type[AroundLayers]) -> bool:
     """Whether this thread is inside a mode of this kind."""
     return any(type(mode) is kind for mode in function_modes())
@@ -43,7 +46,7 @@ def is_inside(kind: type[AroundLayers]) -> bool:
 def inside_a_layer() -> AbstractContextManager[Any]:
     """Around what a layer computes: inside of an `AroundLayers` no mode sees it, as each function would cost 1 us."""
     if torch.compiler.is_compiling() or not any(isinstance(mode, AroundLayers) for mode in function_modes()):
-        return nullcontext()
+        return _NO_CONTEXT
     return DisableTorchFunction()
 
 

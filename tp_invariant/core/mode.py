@@ -39,6 +39,10 @@ def is_tp_invariant_mode_enabled() -> bool:
     if not torch.compiler.is_compiling() and _is_first_read:  # in this order compiled code has no guard on the latter
         _is_first_read = False
         warn_of_unknown_variables()
+    return _is_on()
+
+
+def _is_on() -> bool:
     if _override is not None:
         return _override
     mode, alias = _parse(MODE_VARIABLE), _parse(ALIAS_VARIABLE)
@@ -60,7 +64,9 @@ def is_call_check_enabled() -> bool:
     Raises:
         ValueError: the variable holds anything else.
     """
-    return value_of(CHECK_VARIABLE) is not None and bool(_parse(CHECK_VARIABLE))  # unset as a rule, which takes less time
+    return value_of(CHECK_VARIABLE) is not None and bool(
+        _parse(CHECK_VARIABLE)
+    )  # unset as a rule, which takes less time
 
 
 def mode_if_cacheable() -> bool | None:
@@ -68,7 +74,7 @@ def mode_if_cacheable() -> bool | None:
     if torch.compiler.is_compiling():
         return None
     try:
-        return None if is_call_check_enabled() else is_tp_invariant_mode_enabled()
+        return None if is_call_check_enabled() else _is_on()
     except ValueError:  # an invalid environment variable: the checks read it again and raise this error
         return None
 

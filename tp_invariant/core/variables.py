@@ -32,7 +32,7 @@ SET_FOR_RANKS = (RANK_DEVICE_VARIABLE, RANK_THREADS_VARIABLE)  # by testing.run_
 def value_of(variable: str) -> str | None:
     """Of one of VARIABLES, in a fifth of the time that os.environ takes; None where it is unset."""
     text = environment.get(_KEYS[variable])
-    return text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
+    return text if text is None or isinstance(text, str) else text.decode(errors="surrogateescape")
 
 
 def warn_of_unknown_variables() -> None:

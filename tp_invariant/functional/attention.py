@@ -280,11 +280,12 @@ class _Attention(torch.autograd.Function):
     @outside_of_graphs("a compiler may compute a gradient's sums in another order")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         arguments = dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options
-        return _gradients(ctx, _AttentionBackward.apply(*arguments))[:8]
+        differentiate = _AttentionBackward.apply if torch.is_grad_enabled() else _backward
+        return _gradients(ctx, differentiate(*arguments))[:8]
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """Its own backward refuses, with create_graph=True."""
+    """With create_graph=True: its own backward refuses."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm.collectives import Group, Peers, Pending, gather_dim, start_gather_dim
+from ..comm.collectives import LENT, Group, Pending, gather_dim, start_gather_dim
 from ..core.compiled import as_custom_op, group_name, op_config, traced_op
 from ..core.differentiation import once_differentiable
 from ..core.layout import Stride, fresh_view
@@ -266,7 +266,7 @@ class RowLinear(_Linear):
         need_x, need_w, need_b = _needs(ctx)
         gathered = Pending(dy, None)
         if call.sequence_parallel:  # dgrad, wgrad and the bias gradient share this gather
-            gathered = start_gather_dim(dy, call.sequence_dim, call.group, peers=Peers())
+            gathered = start_gather_dim(dy, call.sequence_dim, call.group, peers=LENT)
         dy_full = _copied_once(gathered.wait())
         shared_tokens.start(ctx.tokens, weight_cache.ahead_in_graphs)
         ctx.tokens = None

@@ -16,10 +16,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from ..comm.collectives import Group, Peers, Pending, is_capturing, start_gather_dim
+from ..comm.collectives import LENT, Group, Peers, Pending, current_handle, is_capturing, start_gather_dim
 from ..core.torch_graphs import in_torch_graph
 from ..core.torch_private import current_backward, version_of
 
@@ -73,8 +72,7 @@ def _start(x: Tensor, dim: int, group: Group, key: tuple, overlapped: bool = Fal
 
 
 def _key(x: Tensor, dim: int) -> tuple:
-    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
-    return x.data_ptr(), x.shape, x.stride(), x.dtype, version_of(x), dim, stream
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, version_of(x), dim, current_handle(x)
 
 
 class SharedTokens:
@@ -100,7 +98,7 @@ class SharedTokens:
         if is_capturing():
             if of.captured is None or of.captured.key != _key(x, dim):
                 of.drop_captured()
-                pending = start_gather_dim(x, dim, group, peers=Peers())
+                pending = start_gather_dim(x, dim, group, peers=LENT)
             else:
                 pending, of.captured = of.captured.pending, None
             pending.exclusive = True
@@ -108,7 +106,7 @@ class SharedTokens:
         of.drop_captured()
         if not self.enabled or x.is_inference() or user.is_inference() or in_torch_graph():
             of.drop()
-            pending = start_gather_dim(x, dim, group, peers=Peers())
+            pending = start_gather_dim(x, dim, group, peers=LENT)
             pending.exclusive = True
             return pending
         shared, backward, key = of.shared, current_backward() != -1, _key(x, dim)

@@ -166,7 +166,8 @@ def _uses_of(weight: Tensor, *layouts: WeightLayout) -> list[_Use]:
 
 
 def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
-    return next(iter(_uses_of(weight, layout)), None)
+    uses = _uses_of(weight, layout)
+    return uses[0] if uses else None
 
 
 def _memory_of(weight: Tensor) -> tuple:
@@ -201,10 +202,10 @@ class _WeightsOfGroup:
     early: dict[bool, _Gathered] = field(default_factory=dict)  # what is foreseen, by whether a graph is captured
 
     def find(self, use: _Use, capturing: bool) -> _Gathered | None:
-        for one in self.early.get(capturing), self.kept.get(use):
-            if one is not None and one.serves(use, capturing):
-                return one
-        return None
+        early, kept = self.early.get(capturing), self.kept.get(use) if self.kept else None
+        if early is not None and early.serves(use, capturing):
+            return early
+        return kept if kept is not None and kept.serves(use, capturing) else None
 
 
 class WeightCache:
