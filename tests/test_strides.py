@@ -21,6 +21,7 @@ from tp_invariant import testing
 from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
+from tp_invariant.gemm import gemm
 
 DEGREES = (2, 3)
 K, N = 24, 36
@@ -109,7 +110,7 @@ def region(tp_group: Any, tokens: tuple[int, ...], function: Callable, sequence_
 
 def other_gemm(a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """One whose results are transposed, which a gemm_fn may give."""
-    c = torch.mm(b.t().float(), a.t().float()).t()
+    c = gemm(None, b.t(), a.t(), out_dtype=torch.float32).t()
     return (c if bias is None else c + bias).to(out_dtype or a.dtype)
 
 

@@ -79,6 +79,7 @@ class AgreedCalls(set[Hashable]):
         super().__init__()
         self.resolved: dict[tuple, Any] = {}
         self.name = "not yet called"  # in messages
+        self.tried: Any = None  # the gemm_fn that has passed the check of a layer's first call
         self.number, self._group = 0, group
         if group is not None and group.process_group is not None:
             self.number = _layer_counts[group.process_group] = _layer_counts.get(group.process_group, 0) + 1

@@ -38,7 +38,7 @@ from ..core.module_hooks import with_key
 from ..core.parameter_names import name_parameters
 from ..functional.attention_choice import SafeSdpa, callers
 from ..functional.regions import gather_for_layers, gather_sequence, scatter_sequence
-from ..gemm.gemm_fn import GemmFn, bundled, check_callable
+from ..gemm.gemm_fn import GemmFn, bundled, check_signature
 from ..hugging_face import fused
 from ..hugging_face import models as hugging_face
 from ..hugging_face.experts import SafeRouting
@@ -124,7 +124,7 @@ def parallelize(
     def survey_of(
         at: nn.Module, gemm_fn: GemmFn | None, group: Group = group, stored_over: Group | None = stored_over
     ) -> Survey:
-        survey = Survey(at, group, sequence_parallel, check_callable(gemm_fn), plan is None, stored_over)
+        survey = Survey(at, group, sequence_parallel, check_signature(gemm_fn), plan is None, stored_over)
         survey.run(full_plan)
         return survey
 

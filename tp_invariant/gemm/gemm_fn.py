@@ -13,6 +13,7 @@ It must be slice-invariant: c[i, j] depends on a[i, :] and b[:, j] alone, in an 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -42,17 +43,38 @@ def set_default_gemm_fn(gemm_fn: GemmFn | None) -> None:
     """Sets the process-wide gemm_fn for modules without their own; None restores the bundled one for each device.
 
     Raises:
-        TypeError: gemm_fn is neither callable nor None.
+        TypeError: gemm_fn is neither None nor a callable that takes (a, b, *, bias=None, out_dtype=None).
     """
     global _default
-    _default = check_callable(gemm_fn)
+    _default = check_signature(gemm_fn)
 
 
-def check_callable(gemm_fn: GemmFn | None) -> GemmFn | None:
-    if gemm_fn is not None and not callable(gemm_fn):
+_WRAPPER = """it must take (a, b, *, bias=None, out_dtype=None). Wrap a product whose bits do not depend on the number \
+of rows and columns, as torch.matmul's do, in a Python function:
+    def gemm_fn(a, b, *, bias=None, out_dtype=None):
+        return my_product(a, b, bias, out_dtype or a.dtype)"""
+
+
+def check_signature(gemm_fn: GemmFn | None) -> GemmFn | None:
+    """Returns gemm_fn, or raises a TypeError if it cannot be called as one.
+
+    A builtin whose signature Python cannot read, such as torch.matmul, is refused. It is not tried by a call, because a
+    kernel for one kind of device may end the process if it gets operands on another.
+    """
+    if gemm_fn is None:
+        return None
+    if not callable(gemm_fn):
         raise TypeError(
             f"gemm_fn={gemm_fn!r} is not callable: pass gemm_fn(a, b, *, bias=None, out_dtype=None) or None"
         )
+    try:
+        signature = inspect.signature(gemm_fn)
+    except ValueError:
+        raise TypeError(f"gemm_fn={gemm_fn!r} has no signature that Python can read: {_WRAPPER}") from None
+    try:
+        signature.bind(None, None, bias=None, out_dtype=None)
+    except TypeError as error:
+        raise TypeError(f"gemm_fn={gemm_fn!r} takes {signature} ({error}): {_WRAPPER}") from None
     return gemm_fn
 
 
@@ -179,13 +201,30 @@ def gemm(
     c = fn(a, b, bias=bias, out_dtype=out_dtype)
     if gemm_fn is None and _default is None:
         return c  # the bundled ones need no check
-    if not isinstance(c, Tensor) or c.shape != (rows, cols) or c.dtype != out_dtype or c.device != a.device:
-        got = f"{tuple(c.shape)} {c.dtype} on {c.device}" if isinstance(c, Tensor) else f"a {type(c).__name__}"
-        raise RuntimeError(
-            f"gemm_fn {getattr(fn, '__qualname__', fn)!r} returned {got}; for a "
-            f"{tuple(a.shape)} and b {tuple(b.shape)} it must return {(rows, cols)} {out_dtype} on {a.device}"
-        )
+    if fault := fault_of(c, a, b, out_dtype):
+        raise RuntimeError(f"gemm_fn {getattr(fn, '__qualname__', fn)!r} {fault}")
     return c
+
+
+def fault_of(c: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> str:
+    """What is wrong with the kind, shape, dtype or device of a gemm_fn's result, as text; "" if nothing is."""
+    shape, returned = (a.shape[0], b.shape[1]), "returned"
+    if isinstance(c, Tensor):
+        if c.shape == shape and c.device == a.device:
+            if c.dtype == out_dtype:
+                return ""
+            if c.dtype == a.dtype:
+                returned = "ignores out_dtype: it returned"
+        got = f"{tuple(c.shape)} {c.dtype} on {c.device}"
+    else:
+        got = f"a {type(c).__name__}"
+    wanted = f"for a {tuple(a.shape)} and b {tuple(b.shape)} it must return {shape} {out_dtype} on {a.device}"
+    return f"{returned} {got}; {wanted}"
+
+
+def is_bundled(gemm_fn: GemmFn | None, device: torch.device) -> bool:
+    """Whether the one that applies is the device's own, with options or without."""
+    return uses_bundled(gemm_fn) or _as_bundled(gemm_fn, device) is not None
 
 
 def uses_bundled(gemm_fn: GemmFn | None) -> bool:

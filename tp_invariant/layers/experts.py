@@ -42,7 +42,8 @@ from ..functional.gated import invariant_gated_halves
 from ..functional.linear import flatten_tokens
 from ..functional.partial_gradients import partial_gradients_of
 from ..functional.vocab import check_ids
-from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, gemm_fn_name
+from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_dtype, check_signature, gemm_fn_name
+from ..gemm.slice_check import check_first_product
 from ..kernels.rowwise.reference_gated import ACTIVATIONS, halves
 from .parameters import ShardedModule, ShardSpec, full_initialisation
 
@@ -160,8 +161,8 @@ class Experts(ShardedModule):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.init_method = init_method
         self.activation, self.gate_fn = activation, gate_fn
-        self.gemm_fn = check_callable(gemm_fn)
         self._agreed = AgreedCalls(self.group)
+        self.gemm_fn = gemm_fn
         self._agreed_by_holders = AgreedCalls(self.holders) if self.over_data else self._agreed
         self._checked_gate: tuple | None = None  # what check_gate has passed
 
@@ -232,7 +233,8 @@ class Experts(ShardedModule):
 
     @gemm_fn.setter
     def gemm_fn(self, gemm_fn: GemmFn | None) -> None:
-        self._gemm_fn = check_callable(gemm_fn)
+        self._gemm_fn = check_signature(gemm_fn)
+        self._agreed.clear()  # the next call is checked as a first one, on all ranks
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -267,6 +269,11 @@ class Experts(ShardedModule):
             self._check_input(x, index, weights, own[0] if dtype is None else None)
             if invariant:
                 check_dtype(self.gemm_fn, x, f"hidden_states on rank {self.group.rank}")
+                sizes = x.numel() // self.hidden_size, self.hidden_size, self.intermediate_size
+                biased = len(self.SHARDED_PARAMETERS) > 2
+                check_first_product(
+                    self.gemm_fn, self._agreed, x, sizes, x.dtype, self.group, self._name, biased=biased
+                )
         except (TypeError, ValueError, IndexError, NotImplementedError) as error:
             if self.over_data:
                 self._gather_counts(x, index, weights, invariant, error=error)

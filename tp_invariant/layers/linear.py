@@ -29,8 +29,9 @@ from ..functional.main_grad import MainGrad
 from ..functional.norm import NormCall
 from ..functional.regions import gather_features, scatter_features
 from ..gemm.cost_model import costs_of
-from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_callable, check_dtype, check_norm_dtype, gemm_fn_name
+from ..gemm.gemm_fn import BUNDLED_DTYPES, GemmFn, check_dtype, check_norm_dtype, check_signature, gemm_fn_name
 from ..gemm.owner_maps import ShardedWeight, check_owner_map
+from ..gemm.slice_check import check_first_product
 from ..gemm.weights import weight_cache
 from .call_signature import CallSignature, check_first_use
 from .parameters import ShardedModule, ShardSpec, full_initialisation
@@ -155,7 +156,7 @@ class Linear(ShardedModule, nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.init_method = init_method
         self._agreed = AgreedCalls(self.group)
-        self.gemm_fn = check_callable(gemm_fn)
+        self.gemm_fn = gemm_fn
         self.owner_map = check_owner_map(owner_map)
 
         shape = [out_features, in_features]
@@ -301,7 +302,8 @@ class Linear(ShardedModule, nn.Linear):
 
     @gemm_fn.setter
     def gemm_fn(self, gemm_fn: GemmFn | None) -> None:
-        self._gemm_fn = check_callable(gemm_fn)
+        self._gemm_fn = check_signature(gemm_fn)
+        self._agreed.clear()  # the next call is checked as a first one, on all ranks
         self._gemm_fn_name = "none" if gemm_fn is None else callable_id(gemm_fn)
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -506,6 +508,14 @@ class Linear(ShardedModule, nn.Linear):
             self._check_masks(x)
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
             self._main_grad().buffer()
+        if invariant:
+            tokens = x.numel() // max(x.shape[-1], 1)
+            if self.sequence_parallel and self.parallel_mode != "row":
+                tokens *= self.group.size
+            check_first_product(
+                self.gemm_fn, self._agreed, x, (tokens, self.in_features, self.out_features), weight_dtype,
+                self.group, self._name, biased=self._parameters.get("bias") is not None,
+            )  # fmt: skip
         return invariant
 
     def _check_masks(self, x: Tensor) -> None:
