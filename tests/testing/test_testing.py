@@ -397,6 +397,15 @@ def test_the_reference_passes():
     tpi.testing.check_large_slices(reference.matmul, torch.float32, "cpu")
 
 
+def test_a_terminal_sees_what_is_tried(monkeypatch, capsys):
+    assert_slice_invariant(reference.matmul, shapes=((5, 3, 17),), dtypes=(torch.float32,), device="cpu")
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert_slice_invariant(reference.matmul, shapes=((5, 3, 17),), dtypes=(torch.float32,), device="cpu")
+    line = r"assert_slice_invariant: +\d+ s, many slices of a \(5, 17\) @ b \(17, 3\), torch.float32\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+
+
 # --- wrong and invariant must fail, too -----------------------------------------------------------------------------
 
 
@@ -412,9 +421,17 @@ def _without_out_dtype(a, b, *, bias=None, out_dtype=None):
     return reference.matmul(a, b, bias=bias)
 
 
-@pytest.mark.parametrize("gemm_fn", (_zeros, _without_bias, _without_out_dtype))
-def test_an_invariant_but_wrong_gemm_fn_is_refused(gemm_fn):
-    with pytest.raises(AssertionError, match=r"^wrong for a \(70, 300\) @ b \(300, 130\)"):
+@pytest.mark.parametrize(
+    ("gemm_fn", "fault"),
+    [
+        (_zeros, "relative error 1.0e+00 against torch's"),
+        (_without_bias, "gemm_fn ignores bias, which must be added in fp32"),
+        (_without_out_dtype, "gemm_fn ignores out_dtype: it returned (70, 130) torch.bfloat16 on cpu"),
+        (lambda a, b, *, bias=None, out_dtype=None: None, "gemm_fn returned a NoneType"),
+    ],
+)
+def test_an_invariant_but_wrong_gemm_fn_is_refused(gemm_fn, fault):
+    with pytest.raises(AssertionError, match=rf"^wrong for a \(70, 300\) @ b \(300, 130\).*{re.escape(fault)}"):
         tpi.testing.assert_slice_invariant(gemm_fn, device="cpu")
 
 

@@ -17,6 +17,8 @@ def test_my_mlp():
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from ..core.bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves
 from ..core.mode import set_tp_invariant_mode
 from ..core.variables import SHARE_VARIABLE
-from ..gemm.gemm_fn import GemmFn
+from ..gemm.gemm_fn import GemmFn, fault_of
 from ..layers.parameters import named_shard_specs
 from .rank_pool import RankError, discard_pool, packed, pool_lock, shared_pool
 
@@ -184,7 +186,8 @@ def wide_randn(*shape: int, generator: torch.Generator, spread: int = 8) -> Tens
     return torch.randn(shape, generator=generator, device=device) * scale
 
 
-_SMALL = ((70, 130, 300), (33, 257, 1024), (256, 192, 2048), (5, 3, 17))
+_SMALL = ((70, 130, 300), (33, 257, 1024), (5, 3, 17))
+_THOROUGH = (*_SMALL, (256, 192, 2048))
 _LARGE = {
     "cpu": ((130, 64, 4096), (1040, 512, 2048)),  # the second is larger than 2^19 elements
     "cuda": ((130, 64, 8192), (1040, 512, 2048), (4096, 4096, 4096), (4096, 4096, 8192)),
@@ -198,24 +201,35 @@ def assert_slice_invariant(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
     device: torch.device | str | None = None,
     seed: int = 0,
+    thorough: bool = False,
 ) -> None:
     """Asserts that gemm_fn is right and that its c[i, j] depends on a[i, :] and b[:, j] alone.
 
     Checks the error of the whole product against float64, with and without bias. Compares the whole product byte for
     byte with products of row and column slices, of transposed, unaligned and strided copies of the operands, and on
-    other numbers of CPU threads. Passing is evidence, not proof: only some shapes and some data are tried.
+    other numbers of CPU threads. Passing is evidence, not proof: only some shapes and some data are tried. The bundled
+    gemm_fn of CPUs takes some 10 s on two cores, and a minute with thorough=True. Where stderr is a terminal, a line
+    there says what is being tried.
 
     Args:
         gemm_fn: gemm_fn(a, b, *, bias=None, out_dtype=None).
         shapes: (M, N, K) to try, each with many slices. None takes small shapes, and then few slices of some large ones
             (on CUDA up to 4096 x 4096 x 8192), because libraries decide by the size of the product whether to split K.
         dtypes: operand dtypes to try.
+        thorough: without `shapes`, try many slices of a product with K = 2048 too.
 
     Raises:
-        AssertionError: names shape, dtype and the first slice that differs, or the error of the product.
+        AssertionError: names shape, dtype and the first slice that differs, or the error of the product; or says that
+            out_dtype or bias is ignored.
     """
     large = shapes is None
-    shapes = _SMALL if shapes is None else shapes
+    shapes = (_THOROUGH if thorough else _SMALL) if shapes is None else shapes
+    started = time.monotonic()
+
+    def show(what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"assert_slice_invariant: {time.monotonic() - started:3.0f} s, {what}", file=sys.stderr)
+
     if not shapes or not dtypes:
         raise ValueError(f"shapes={shapes!r} and dtypes={dtypes!r} leave nothing to check: give at least one of each")
     device = torch.device(device or default_device())
@@ -226,10 +240,12 @@ def assert_slice_invariant(
             a = wide_randn(m, k, generator=generator, spread=spread).to(device, dtype)
             b = wide_randn(k, n, generator=generator, spread=spread).to(device, dtype)
             bias = wide_randn(n, generator=generator, spread=spread).to(device, dtype)
+            show(f"many slices of a {(m, k)} @ b {(k, n)}, {dtype}")
             out_dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
             for out_dtype in out_dtypes:
                 _check_slices(gemm_fn, a, b, bias, out_dtype)
     for dtype in dtypes if large else ():
+        show(f"some slices of large products, {dtype}")
         check_large_slices(gemm_fn, dtype, device, seed)
 
 
@@ -268,8 +284,8 @@ def _slices(size: int) -> list[slice]:
 
 def _check_error(what: str, c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     """Raises if c's norm-wise error is more than twice that of torch's product, both rounded to out_dtype."""
-    if c.shape != (a.shape[0], b.shape[1]) or c.dtype != out_dtype:
-        raise AssertionError(f"wrong for {what}: c is {c.dtype} with shape {tuple(c.shape)}")
+    if fault := fault_of(c, a, b, out_dtype):
+        raise AssertionError(f"wrong for {what}: gemm_fn {fault}")
     exact = a.double() @ b.double()
     theirs = (a.float() @ b.float()).double()
     if bias is not None:
@@ -294,6 +310,8 @@ def _check_slices(gemm_fn: GemmFn, a: Tensor, b: Tensor, bias: Tensor, out_dtype
     whole = gemm_fn(a, b, out_dtype=out_dtype)
     biased = gemm_fn(a, b, bias=bias, out_dtype=out_dtype)
     _check_error(what, whole, a, b, None, out_dtype)
+    if torch.equal(whole, biased):
+        raise AssertionError(f"wrong for {what}: gemm_fn ignores bias, which must be added in fp32 before the rounding")
     _check_error(f"{what}, with bias", biased, a, b, bias, out_dtype)
     for rows in _slices(a.shape[0]):
         check(f"the slice a[{rows.start}:{rows.stop}, :]", a[rows], b, whole[rows])
