@@ -513,7 +513,7 @@ class Linear(ShardedModule, nn.Linear):
             if self.sequence_parallel and self.parallel_mode != "row":
                 tokens *= self.group.size
             check_first_product(
-                self.gemm_fn, self._agreed, x, (tokens, self.in_features, self.out_features), weight_dtype,
+                self.gemm_fn, self._agreed, x, (tokens, self.in_features, self.out_features), weight.dtype,
                 self.group, self._name, biased=self._parameters.get("bias") is not None,
             )  # fmt: skip
         return invariant
