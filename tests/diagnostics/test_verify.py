@@ -97,7 +97,7 @@ def test_a_gemm_fn_that_splits_k_by_shape_fails_by_name(tmp_path, monkeypatch, c
     out = capfd.readouterr().out
     assert "gemm_fn broken_gemm:Callable.matmul\n" in out
     assert "FAILED  gemm " in out and "not slice-invariant for a (33, 300)" in out
-    assert "FAILED  linear-row " in out and "differs from TP=1: ['y0']: " in out and "LayerCase(" in out
+    assert "FAILED  linear-row " in out and "fails the check of a layer's first call: 1 of " in out
     assert "held    data-parallel " in out, "it has no GEMM"
     assert out.splitlines()[-1].startswith("Verdict: FAILED: gemm, linear-row (2 of 3 checks, ")
 
