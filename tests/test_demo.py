@@ -71,13 +71,17 @@ def test_sequence_parallelism_changes_no_bit(capsys):
 
 
 README, PAGE = (Path(__file__).parents[1] / path for path in ("README.md", "docs/verification.md"))
-_UPDATE = "what the demo prints is no longer what docs/verification.md shows: run the command, put its output there"
+_UPDATE = (
+    "what the demo prints is no longer what docs/verification.md (its tables) and the README (texts, verdict) show: "
+    "run the command, put its output there"
+)
 
 
 def shown_output() -> str:
-    """The block of the page that begins as the demo's output does."""
-    (block,) = re.findall(r"```text\n(A transformer of .*?)```", PAGE.read_text(), flags=re.DOTALL)
-    return block
+    """The block of the page that begins as the demo's output does, and that of the README which ends as it does."""
+    (begin,) = re.findall(r"```text\n(A transformer of .*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (end,) = re.findall(r"```text\n(The trained model .*?Verdict: .*?\n)```", README.read_text(), flags=re.DOTALL)
+    return f"{begin}\n{end}"
 
 
 def text_with_the_mode_on(output: str) -> str:
@@ -95,8 +99,8 @@ def shape_of(output: str) -> list[str]:
     return [kind for i, kind in enumerate(kinds) if kind and kind not in kinds[:i]]
 
 
-def test_the_page_shows_what_the_demo_prints(capsys):
-    """Its form on every machine; its numbers and text on the kind of machine that it names, whose bits they are."""
+def test_the_pages_show_what_the_demo_prints(capsys):
+    """Their form on every machine; numbers and text on the kind of machine that they name, whose bits they are."""
     shown = shown_output()
     on, off = table_digests(shown)
     assert len(set(on)) == 1 and len(set(off)) == len(off) == len(on) == 4
@@ -113,21 +117,13 @@ def test_the_page_shows_what_the_demo_prints(capsys):
     assert text_with_the_mode_on(printed) == text_with_the_mode_on(shown), _UPDATE
 
 
-def test_the_readme_shows_the_end_of_that_output():
-    """Texts and verdict: lines of the page's output, in its order."""
-    (block,) = re.findall(r"```text\n(The trained model .*?Verdict: .*?\n)```", README.read_text(), flags=re.DOTALL)
-    lines = iter(shown_output().splitlines())
-    strangers = [line for line in block.splitlines() if line not in lines]  # `in` goes on behind the line it found
-    assert not strangers, "the README shows lines that docs/verification.md does not have, or not in this order"
-    assert text_with_the_mode_on(block) == text_with_the_mode_on(shown_output())
-
-
-def test_the_texts_on_the_page_differ_where_it_says():
+def test_the_texts_in_the_readme_differ_where_it_says():
     shown = shown_output()
     (reference,) = re.findall(r"^  mode off, TP=1[\d, ]*:\n((?:    .*\n)+)", shown, flags=re.MULTILINE)
     expected = encode(reference)
     found = re.findall(r"^  mode off, .* parts from TP=1 at word (\d+):\n((?:    .*\n)+)", shown, flags=re.MULTILINE)
-    assert found, "no text parts: the README must not say that one does"
+    assert len(found) == 3, "the README says that each degree writes a text of its own"
+    assert expected != encode(text_with_the_mode_on(shown)), "then the mode off at TP=1 would seem to be the reference"
     for word, text in found:
         same, other = map(encode, text.split(demo_report.PARTS))
         assert len(same) == len(encode(PROMPT)) + int(word) - 1
