@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, gather_major, is_capturing, on_mesh, ranks_of, resolve_group
+from ..comm.collectives import Group, OnMesh, gather_major, is_capturing, ranks_of, resolve_group
 from ..consistency.agreement import check_agreement, compare_environments, share_error
 from ..consistency.compare import LOCAL_ERROR, group_device
 from ..consistency.same_gradients import GradientComparison, compare_gradients, maximal_groups
@@ -228,6 +228,7 @@ class ClipCall:
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
         seen: set[int] = set()
+        meshes: dict[DeviceMesh, OnMesh] = {}
         for index, p in zip(numbers or range(len(everything)), everything, strict=True):
             if id(p) in seen:
                 continue
@@ -245,12 +246,12 @@ class ClipCall:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
                 if leave_out is not None:
-                    _check_grad(HeldGradient.of(p, index, over), given, SINGLE_RANK.rank)
+                    _check_grad(HeldGradient.of(p, index, over, meshes), given, SINGLE_RANK.rank)
             except (TypeError, ValueError, RuntimeError) as error:
                 if leave_out is not None:
                     continue
                 self.error = self.error or error
-            self.held.append(HeldGradient.of(p, index, over))
+            self.held.append(HeldGradient.of(p, index, over, meshes))
         self.maximal_groups = maximal_groups(groups)
         self.rank = (given or next(iter(self.maximal_groups), SINGLE_RANK)).rank
         self.with_grad = [held for held in self.held if held.grad is not None and not held.is_empty]
@@ -368,7 +369,7 @@ def _check_grad(held: HeldGradient, given: Group | None, rank: int) -> None:
                 f"{held.named(rank)} is {local.layout} {local.dtype}: only dense floating point is supported"
             )
         if held.layout is not None:
-            _check_dtensor(held, given, rank)
+            _check_dtensor(held, held.layout.mesh, given, rank)
 
 
 def _check_stages(call: ClipCall, stages: Group) -> None:
@@ -376,8 +377,8 @@ def _check_stages(call: ClipCall, stages: Group) -> None:
         return
     if is_capturing():
         raise RuntimeError("clip_grad_norm_ with pp_group cannot be captured in a CUDA graph: the host reads lengths")
-    meshes = {held.grad.device_mesh for held in call.with_grad if held.layout is not None}
-    sharded = [*map(ranks_of, call.maximal_groups), *(on_mesh(mesh).ranks for mesh in meshes)]
+    meshes = {held.layout.mesh.ranks for held in call.with_grad if held.layout is not None}
+    sharded = [*map(ranks_of, call.maximal_groups), *meshes]
     me = dist.get_rank()
     for ranks in sharded:
         if common := sorted({*ranks} & {*ranks_of(stages)} - {me}):
@@ -397,11 +398,11 @@ def _check_devices(with_grad: list[HeldGradient], rank: int) -> None:
             )
 
 
-def _check_dtensor(held: HeldGradient, given: Group | None, rank: int) -> None:
+def _check_dtensor(held: HeldGradient, its_mesh: OnMesh, given: Group | None, rank: int) -> None:
     p, grad, mesh = held.parameter, held.grad, held.grad.device_mesh
     check_placements(grad)
     me = dist.get_rank()
-    mesh_ranks, groups = on_mesh(mesh)
+    mesh_ranks, groups = its_mesh
     own = held.over if held.over.size > 1 else given
     tp_ranks = set(ranks_of(own)) if own is not None else {me}
     before = 2 if grad.placements[0].is_replicate() else 1  # mesh dims of fully_shard's, which come first

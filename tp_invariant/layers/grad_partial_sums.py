@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm.collectives import Group, gather_major, on_mesh
+from ..comm.collectives import Group, OnMesh, gather_major, on_mesh
 from ..core.dtensors import is_dtensor
 from ..core.layout import Stride, unshard
 from ..core.parameter_names import label_of
@@ -27,6 +27,7 @@ from ..kernels.select import select
 from .parameters import stride_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -36,14 +37,14 @@ def local_part(grad: Tensor) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local  # AsyncCollectiveTensor
 
 
-def mesh_shards(grad: DTensor) -> list[tuple[Group, int]]:
-    """(group of the mesh dim, tensor dim) for each mesh dim that shards the tensor, also one of a single rank.
+def mesh_shards(grad: DTensor, mesh: OnMesh) -> list[tuple[Group, int]]:
+    """(group of the mesh dim, tensor dim) for each dim of its mesh that shards the tensor, also one of a single rank.
 
     There are none for a tensor that is not on this rank.
     """
     return [
         (group, placement.dim % grad.dim())
-        for group, placement in zip(on_mesh(grad.device_mesh).groups, grad.placements, strict=False)
+        for group, placement in zip(mesh.groups, grad.placements, strict=False)
         if hasattr(placement, "dim")
     ]
 
@@ -62,11 +63,13 @@ def partition_dim_of(p: Tensor) -> int | None:
 class MeshLayout(NamedTuple):
     """How a DTensor is placed on its mesh.
 
+    mesh     the ranks of that mesh, and its groups
     shards   (group of the mesh dim, tensor dim) for each mesh dim that shards it; none if it is not on this rank
     stride   partition_stride of the dim that is sharded
     text     the placements as text
     """
 
+    mesh: OnMesh
     shards: list[tuple[Group, int]]
     stride: int
     text: str
@@ -92,12 +95,14 @@ class HeldGradient(NamedTuple):
     layout: MeshLayout | None
 
     @classmethod
-    def of(cls, p: Tensor, number: int, over: Group) -> HeldGradient:
+    def of(cls, p: Tensor, number: int, over: Group, meshes: dict[DeviceMesh, OnMesh]) -> HeldGradient:
+        """meshes: those seen so far, to which the gradient's is added: `on_mesh` takes the host long."""
         grad, layout = p.grad, None
         if grad is not None and is_dtensor(grad):
             # what is not on this rank, or is Partial, is refused later
             stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
-            layout = MeshLayout(mesh_shards(grad), stride, str(grad.placements))
+            mesh = meshes.get(grad.device_mesh) or meshes.setdefault(grad.device_mesh, on_mesh(grad.device_mesh))
+            layout = MeshLayout(mesh, mesh_shards(grad, mesh), stride, str(grad.placements))
         return cls(p, number, label_of(p, number), over, grad, None if grad is None else local_part(grad), layout)
 
     @property

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..comm.collectives import Group, exchange_flat
+from ..comm.collectives import Group, exchange_flat, on_mesh
 from ..core.dtensors import is_dtensor, local_of
 from ..core.graph_breaks import outside_of_graphs
 from ..core.layout import Stride, piece_sizes, shard, unshard
@@ -171,7 +171,9 @@ def _described(p: Tensor, label: str, over: Group, update: Tensor, options: dict
     else:
         shape = list(p.shape)
         axes = [axis for axis, placement in enumerate(p.placements) if not placement.is_replicate()]
-        shards = [(axis, *at) for axis, at in zip(axes, mesh_shards(p), strict=True) if at[0].size > 1]
+        shards = [
+            (axis, *at) for axis, at in zip(axes, mesh_shards(p, on_mesh(p.device_mesh)), strict=True) if at[0].size > 1
+        ]
         if shards and over.size > 1:
             raise ValueError(
                 f"{label} with shape {tuple(shape)} on rank {over.rank} is a DTensor placed as {p.placements} of "
