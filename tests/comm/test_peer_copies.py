@@ -202,7 +202,7 @@ def test_bytes_and_flags_go_where_they_belong(size, monkeypatch):
     machines = [HostMachine(rank, memory) for rank in range(size)]
     groups = [Group(None, rank, size) for rank in range(size)]
     pools = {group.rank: PeerCopies(machine, 2**40) for group, machine in zip(groups, machines, strict=True)}
-    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group, sent: pools[group.rank])
+    monkeypatch.setattr(peer_copies, "_copies_for", lambda x, group, sent, choice: pools[group.rank])
     xs = [torch.randn(7, 5) for _ in range(size)]
     xs[-1] = xs[-1]._neg_view()  # which has other bytes in memory
     sizes = [0, 3, 4][-size:] if size == 3 else [6, 1]
@@ -246,9 +246,9 @@ class Lent(Pending):
 
 
 LENDING = {
-    "start_gather_major": lambda x, group, *, early=False: Lent(start_gather_major(x, group)),
-    "start_gather_dim": lambda x, dim, group: Lent(start_gather_dim(x, dim, group)),
-    "start_exchange_rows": lambda x, sizes, group, *, early=False: Lent(start_exchange_rows(x, sizes, group)),
+    "start_gather_major": lambda x, group, **_: Lent(start_gather_major(x, group)),
+    "start_gather_dim": lambda x, dim, group, **_: Lent(start_gather_dim(x, dim, group)),
+    "start_exchange_rows": lambda x, sizes, group, **_: Lent(start_exchange_rows(x, sizes, group)),
 }
 
 

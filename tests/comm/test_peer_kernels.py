@@ -116,7 +116,7 @@ class Emulation:
         def start(name):
             real = getattr(collectives, name, None) or getattr(collectives, name.replace("start_", ""))
 
-            def made(x, *options, early=False):
+            def made(x, *options, **_):
                 self.asked.append(name.replace("start_", ""))
                 result = real(x, *options)
                 return Emulated(result.wait() if isinstance(result, Pending) else result)

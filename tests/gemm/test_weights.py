@@ -154,8 +154,8 @@ def test_a_weight_is_held_for_some_passes_and_no_longer():
     take(cache, other, layout)
 
     def held():
-        followers = cache._of(GROUP).schedule._followers
-        return {use.weight.data_ptr() for before in followers for use, _ in before}
+        schedule = cache._of(GROUP).schedule
+        return {use.weight.data_ptr() for before in (*schedule._recent, *schedule._older) for use, _ in before}
 
     for passes in range(1, 2 * PASSES + 1):
         assert passes > PASSES or weight.data_ptr() in held()

@@ -17,9 +17,8 @@ from .group import Group, Peers, Pending
 from .peer_memory import transport
 
 
-def _order(x: Tensor, group: Group, peers: Peers) -> tuple[ModuleType, ...]:
-    """Who may move x, whoever is the faster first."""
-    choice = transport()
+def _order(x: Tensor, group: Group, peers: Peers, choice: str) -> tuple[ModuleType, ...]:
+    """Who may move x, whoever is the faster first. choice: what `transport` says."""
     if choice == "nccl":
         return ()
     if peers.for_graphs:
@@ -33,24 +32,27 @@ def _order(x: Tensor, group: Group, peers: Peers) -> tuple[ModuleType, ...]:
 
 def start_gather_major(x: Tensor, group: Group, peers: Peers) -> Pending | None:
     """Every rank's x, rank-major: [P, ...x]."""
-    for by in _order(x, group, peers):
-        if pending := by.start_gather_major(x, group, early=peers.early):
+    choice = transport()
+    for by in _order(x, group, peers, choice):
+        if pending := by.start_gather_major(x, group, early=peers.early, choice=choice):
             return pending
     return None
 
 
 def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, peers: Peers) -> Pending | None:
     """Every rank's block of the rows of x that are this rank's: [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
-    for by in _order(x, group, peers):
-        if pending := by.start_exchange_rows(x, send_sizes, group, early=peers.early):
+    choice = transport()
+    for by in _order(x, group, peers, choice):
+        if pending := by.start_exchange_rows(x, send_sizes, group, early=peers.early, choice=choice):
             return pending
     return None
 
 
 def start_gather_dim(x: Tensor, dim: int, group: Group, peers: Peers) -> Pending | None:
     """Every rank's x, concatenated along `dim` in rank order."""
-    for by in _order(x, group, peers):
-        if pending := by.start_gather_dim(x, dim, group):
+    choice = transport()
+    for by in _order(x, group, peers, choice):
+        if pending := by.start_gather_dim(x, dim, group, choice=choice):
             return pending
     return None
 
@@ -59,6 +61,6 @@ def start_exchange_cols_for_rows(
     x: Tensor, row_sizes: Sequence[int], col_sizes: Sequence[int], group: Group, peers: Peers
 ) -> Pending | None:
     """From columns split over ranks to rows: x [T, N/P] -> [T/P, N]; None if the splits are uneven."""
-    if peer_kernels not in _order(x, group, peers):
+    if peer_kernels not in _order(x, group, peers, transport()):
         return None
     return peer_kernels.start_exchange_cols_for_rows(x, row_sizes, col_sizes, group)

@@ -76,8 +76,7 @@ def prepare_for_graphs(group: Group, device: torch.device) -> None:
         copies.prepare_for_graphs(lambda: GraphMachine(memory_of(group, device)))  # type: ignore[arg-type]
 
 
-def _copies_for(x: Tensor, group: Group, sent: Sequence[tuple[int, int]]) -> PeerCopies | None:
-    choice = transport()
+def _copies_for(x: Tensor, group: Group, sent: Sequence[tuple[int, int]], choice: str) -> PeerCopies | None:
     if choice == "nccl" or group.size == 1 or x.numel() == 0 or (choice == "auto" and not x.is_cuda):
         return None
     if choice == "auto" and x.nbytes < MIN_BYTES_IN_GRAPHS:
@@ -121,9 +120,9 @@ class PeerPending(Pending):
 
 
 def _start(
-    x: Tensor, sent: Sequence[tuple[int, int]], shape: Sequence[int], group: Group, early: bool
+    x: Tensor, sent: Sequence[tuple[int, int]], shape: Sequence[int], group: Group, early: bool, choice: str | None
 ) -> Pending | None:
-    copies = _copies_for(x, group, sent)
+    copies = _copies_for(x, group, sent, choice or transport())
     if copies is None:
         return None
     x = stored(x)
@@ -134,29 +133,34 @@ def _start(
     return PeerPending(lease, copies.machine.view(lease.index, x.dtype, shape), x)
 
 
-def start_gather_major(local: Tensor, group: Group, *, early: bool = False) -> Pending | None:
+def start_gather_major(
+    local: Tensor, group: Group, *, early: bool = False, choice: str | None = None
+) -> Pending | None:
     """Starts gathering every rank's `local` into a rank-major [P, ...local]; None where NCCL is to do it.
 
-    early: on the side, so that what is needed sooner goes past it. The result must be released.
+    early: on the side, so that what is needed sooner goes past it. choice: what `transport` says, if it was read
+    already. The result must be released.
 
     Raises:
         ValueError, RuntimeError: TP_INVARIANT_TRANSPORT holds something else, or what the group does not have.
     """
     shape = group.size, *local.shape
-    return _start(local, [(0, local.nbytes)] * group.size, shape, group, early)
+    return _start(local, [(0, local.nbytes)] * group.size, shape, group, early, choice)
 
 
-def start_gather_dim(local: Tensor, dim: int, group: Group) -> Pending | None:
+def start_gather_dim(local: Tensor, dim: int, group: Group, *, choice: str | None = None) -> Pending | None:
     """As start_gather_major, concatenated along `dim`; None too where dims before it are larger than one."""
     if not is_first(local, dim):
         return None
-    return _start(local, [(0, local.nbytes)] * group.size, whole_shape(local, dim, group), group, False)
+    return _start(local, [(0, local.nbytes)] * group.size, whole_shape(local, dim, group), group, False, choice)
 
 
-def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
+def start_exchange_rows(
+    x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False, choice: str | None = None
+) -> Pending | None:
     """The same: rank q gets rows block q of every rank's x. [sum(send_sizes), C] -> [P, send_sizes[rank], C]."""
     shape = group.size, send_sizes[group.rank], *x.shape[1:]
     row = x.nbytes // max(x.shape[0], 1)
     begins = accumulate(send_sizes, initial=0)
     sent = [(begin * row, size * row) for begin, size in zip(begins, send_sizes, strict=False)]
-    return _start(x, sent, shape, group, early)
+    return _start(x, sent, shape, group, early, choice)

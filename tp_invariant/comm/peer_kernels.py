@@ -157,18 +157,18 @@ def _start(
     return None if kernels is None else kernels.move(stored(x), shape, row, blocks, side_by_side)
 
 
-def start_gather_major(x: Tensor, group: Group, *, early: bool = False) -> Pending | None:
-    """Every rank's x, rank-major: [P, ...x]. `early` is for copy engines."""
+def start_gather_major(x: Tensor, group: Group, **_: Any) -> Pending | None:
+    """Every rank's x, rank-major: [P, ...x]. The rest is for copy engines, which take the same arguments."""
     return _start(x, group, (group.size, *x.shape), x.nbytes)
 
 
-def start_gather_dim(x: Tensor, dim: int, group: Group) -> Pending | None:
+def start_gather_dim(x: Tensor, dim: int, group: Group, **_: Any) -> Pending | None:
     """Every rank's x, concatenated along `dim`."""
     before = x.shape[: dim % x.dim()].numel()
     return _start(x, group, whole_shape(x, dim, group), x.nbytes // max(before, 1), side_by_side=before > 1)
 
 
-def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, *, early: bool = False) -> Pending | None:
+def start_exchange_rows(x: Tensor, send_sizes: Sequence[int], group: Group, **_: Any) -> Pending | None:
     """Every rank's block of rows that is this rank's, [sum(send_sizes), C] -> [P, rows, C]; None if blocks differ."""
     rows = send_sizes[0]
     if len({*send_sizes}) > 1:

@@ -194,13 +194,16 @@ def gemm(
     cols = b.shape[1]
     if not (rows and k and cols):
         return _empty_product(gemm_fn, a, b, bias, out_dtype)
-    fn, kind = resolve_gemm_fn(gemm_fn, a.device), a.device.type
+    fn, kind = _default if gemm_fn is None else gemm_fn, a.device.type
+    is_bundled = fn is None
+    if fn is None:
+        fn = bundled_gemm_fn(a.device)
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return gemm(gemm_fn, a, b, bias=bias, out_dtype=out_dtype)
     c = fn(a, b, bias=bias, out_dtype=out_dtype)
-    if gemm_fn is None and _default is None:
-        return c  # the bundled ones need no check
+    if is_bundled:
+        return c  # it needs no check
     if fault := fault_of(c, a, b, out_dtype):
         raise RuntimeError(f"gemm_fn {getattr(fn, '__qualname__', fn)!r} {fault}")
     return c

@@ -18,7 +18,6 @@ used the gather of the next one runs beside the GEMM of the first. This is a mat
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -63,8 +62,9 @@ class Schedule:
 
     def __init__(self, passes: int = PASSES) -> None:
         self._passes_of_a_map, self._passes = passes, 0
-        # what followed one or two uses: in the passes of late, and behind it in those before
-        self._followers: ChainMap[tuple, tuple[Hashable, Phase]] = ChainMap({}, {})
+        # what followed one or two uses: in the passes of late, and in those before
+        self._recent: dict[tuple, tuple[Hashable, Phase]] = {}
+        self._older: dict[tuple, tuple[Hashable, Phase]] = {}
         self._before: tuple = ()  # the last two uses, with their phases
         self._pass: set[Hashable] = set()  # the uses of this pass, in which none comes twice: a forward, a backward
         self._phase: tuple[Phase, int] | None = None
@@ -75,11 +75,14 @@ class Schedule:
             self._phase, self._pass = (phase, task), set()
             self._passes += 1
             if self._passes % self._passes_of_a_map == 0:
-                self._followers = ChainMap({}, self._followers.maps[0])
+                self._recent, self._older = {}, self._recent
         self._pass.add(use)
         last = self._before[-1:]
-        self._followers[last] = self._followers[self._before] = use, phase
+        self._recent[last] = self._recent[self._before] = use, phase
         self._before = (*last, (use, phase))
+
+    def _followed(self, uses: tuple) -> tuple[Hashable, Phase] | None:
+        return self._recent.get(uses) or self._older.get(uses)
 
     def expected(self) -> Hashable | None:
         """The next use, None where that is unknown or must not be read yet.
@@ -89,7 +92,7 @@ class Schedule:
         not what this pass has used already (then the next pass begins), and gradients on or off as before. From a
         forward into its backward is fine: autograd needs the weights unchanged in between anyway.
         """
-        use, phase = self._followers.get(self._before) or self._followers.get(self._before[-1:]) or (None, None)
+        use, phase = self._followed(self._before) or self._followed(self._before[-1:]) or (None, None)
         if use is None or self._phase is None:
             return None
         if phase == self._phase[0]:
