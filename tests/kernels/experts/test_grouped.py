@@ -33,7 +33,10 @@ COUNTS = {  # the rows of each expert
     "one expert": (33,),
     "many": tuple(i % 3 for i in range(11)),
 }
-every_division = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+# every division with one dtype, and every dtype with one division: the dtype matters to loads and stores alone
+divisions_and_dtypes = pytest.mark.parametrize(
+    "division, dtype", [*(("some", dtype) for dtype in DTYPES), *((name, torch.bfloat16) for name in list(COUNTS)[1:])]
+)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, spread: int = 4) -> Tensor:
@@ -55,10 +58,9 @@ def weights_of(b: Tensor) -> list[Tensor]:
 
 
 @both_forms
-@every_dtype
-@every_division
-def test_rows_have_the_bits_that_they_have_alone(form, gemm, counts, dtype):
-    k, n = 140, 40
+@divisions_and_dtypes
+def test_rows_have_the_bits_that_they_have_alone(form, gemm, division, dtype):
+    counts, k, n = COUNTS[division], 140, 40
     a, b = rand(sum(counts), k, dtype=dtype), rand(len(counts), k, n, dtype=dtype, seed=1)
     bias = rand(len(counts), n, dtype=torch.float32, seed=2)
     for w, out_dtype, added in zip(weights_of(b), (None, torch.float32), (None, bias), strict=True):
@@ -78,10 +80,9 @@ def test_rows_have_the_bits_that_they_have_alone(form, gemm, counts, dtype):
 
 
 @both_forms
-@every_dtype
-@every_division
-def test_experts_have_the_weight_gradient_of_their_rows(form, gemm, counts, dtype):
-    m, n = 40, 33
+@divisions_and_dtypes
+def test_experts_have_the_weight_gradient_of_their_rows(form, gemm, division, dtype):
+    counts, m, n = COUNTS[division], 40, 33
     a, b = rand(sum(counts), m, dtype=dtype), rand(sum(counts), n, dtype=dtype, seed=1)
     start = rand(len(counts), m, n, seed=2)
     start[:, 0, 0] = -0.0

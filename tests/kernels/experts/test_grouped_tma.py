@@ -92,9 +92,11 @@ SMALL = (
 @in_interpreter
 @pytest.mark.usefixtures("addressable")
 @pytest.mark.parametrize(
-    "counts", ((3, 0, 20, 1, 0, 33), (0, 0, 35, 0), (1,), tuple(i % 3 for i in range(11))), ids=str
-)
-@pytest.mark.parametrize("tile", SMALL, ids=str)
+    "tile, counts",  # every tile with experts of several tiles, one program's loop over them with the other divisions
+    [*((tile, (3, 0, 20, 1, 0, 33)) for tile in SMALL),
+     *((SMALL[1], counts) for counts in ((0, 0, 35, 0), (1,), tuple(i % 3 for i in range(11))))],
+    ids=str,
+)  # fmt: skip
 def test_sums_in_the_interpreter(tile, counts):
     """Small integers, whose sums are exact in every order; all other memory is NaN."""
     k, n, experts, total = 72, 40, len(counts), sum(counts)

@@ -265,7 +265,7 @@ def check_one_launch(norms: ModuleType, t: int, h: int, dtype: torch.dtype, rms:
 
 
 @both_norms
-@pytest.mark.parametrize("t, h, dtype", ((33, 20, torch.bfloat16), (3, 130, torch.float32), (65, 7, torch.float16)))
+@pytest.mark.parametrize("t, h, dtype", ((33, 20, torch.bfloat16), (3, 130, torch.float32), (34, 7, torch.float16)))
 def test_one_launch_gives_the_bits_of_two(norms, t, h, dtype, rms):
     check_one_launch(norms, t, h, dtype, rms)
 
@@ -275,7 +275,7 @@ def test_one_launch_gives_the_bits_of_two(norms, t, h, dtype, rms):
 def test_backward_of_heads(heads, h, dtype, rms):
     """The bits of the calls that it is made of, also of a call that repeats an earlier one: on a GPU, all but the
     first of each layout."""
-    for seed in range(4):
+    for seed in range(4 if DEVICE == "cuda" else 2):  # the interpreter has no plans that a third call would repeat
         t = (70, 5)[seed % 2]
         x, dy = (rand(t, heads, h, dtype=dtype, seed=10 * seed + i, wide=True) for i in range(2))
         w = rand(h, seed=seed)
@@ -299,7 +299,7 @@ def test_backward_of_slices_of_heads(monkeypatch, rms):
     call = functional_norm.NormCall(one_rank, TokenSharding(1, 0), EPS, rms, False, heads_dim=2)
     of_all = []
     for _ in range(2):  # the second repeats the first without its checks
-        both, dy, w = rand(1, 40, 3, 32, seed=1), rand(1, 40, 3, 16, seed=2, wide=True), rand(16, seed=3)
+        both, dy, w = rand(1, 12, 3, 32, seed=1), rand(1, 12, 3, 16, seed=2, wide=True), rand(16, seed=3)
         given = []
         for x in (both[..., :16], both[..., :16].contiguous()):
             x, w = (t.detach().requires_grad_() for t in (x, w))
