@@ -99,11 +99,12 @@ def full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return torch.cat([p[i] for i in range(parameter.partition_stride) for p in pieces], parameter.partition_dim)
 
 
-def _optimizer_config(config: Any) -> Any:
+def _optimizer_config(config: Any, distributed: bool = False) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     return OptimizerConfig(
-        optimizer="adam", lr=1e-2, clip_grad=1.0, bf16=config.bf16, params_dtype=config.params_dtype
+        optimizer="adam", lr=1e-2, clip_grad=1.0, bf16=config.bf16, params_dtype=config.params_dtype,
+        use_distributed_optimizer=distributed,
     )  # fmt: skip
 
 
@@ -150,9 +151,15 @@ def loss_of(model: Any, step: int = 0) -> torch.Tensor:
 
 
 def steps(
-    tp: int, mode: bool, changes: dict[str, Any], tied: bool = False, local: bool = False, hybrid: bool = False
+    tp: int,
+    mode: bool,
+    changes: dict[str, Any],
+    tied: bool = False,
+    local: bool = False,
+    hybrid: bool = False,
+    distributed: bool = False,
 ) -> dict[str, Any]:
-    """Two steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters.
+    """Three steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters.
 
     Each data-parallel rank has a batch of its own. The names are those of the package's modules.
     """
@@ -163,17 +170,18 @@ def steps(
     with on_degree(tp, mode, not local):
         config = config_of(tp, **changes)
         model = model_of(config, tied, local, hybrid)
-        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-        optimizer = get_megatron_optimizer(_optimizer_config(config), [ddp])
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        ddp = DistributedDataParallel(config, settings, model)
+        optimizer = get_megatron_optimizer(_optimizer_config(config, distributed), [ddp])
         out: dict[str, Any] = {}
-        for step in range(2):
+        for step in range(3):
             ddp.zero_grad_buffer()
             optimizer.zero_grad()
             loss = loss_of(ddp, step + 10 * parallel_state.get_data_parallel_rank())
             loss.mean().backward()
             out[f"loss {step}"] = loss.detach().clone()
             finalize_model_grads([ddp])
-            for name, p in model.named_parameters():
+            for name, p in () if distributed else model.named_parameters():  # each rank has a part of them
                 name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
                 name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
                 out[f"gradient {step} {name}"] = full(p.main_grad, p).clone()

@@ -3,7 +3,9 @@
 finalize_model_grads    sums over tensor-parallel ranks the gradients of parameters that are *named* q_layernorm or
                         k_layernorm, where qk_layernorm is set. Those of this package's norms are complete already.
                         Over more than two data-parallel ranks it is refused
-gradient norm           Megatron adds each rank's sum of squares. Here it is tp_invariant.clip_grad_norm_'s
+gradient norm           Megatron adds each rank's sum of squares. Here it is tp_invariant.clip_grad_norm_'s. For a
+                        DistributedOptimizer the data-parallel ranks first gather the gradients that they have reduced,
+                        into the buffers in which they lie
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -56,20 +60,44 @@ def norm_of(optimizers: list[Any]) -> float:
     """The gradient norm over the model of these Megatron optimizers, on every rank, also of other pipeline stages.
 
     Raises:
-        NotImplementedError: a distributed optimizer.
+        NotImplementedError: a precision-aware optimizer; loss scaling of gradients that are not summed in float32.
     """
-    held = [stand_in for optimizer in optimizers for stand_in in _gradients_of(optimizer)]
+    distributed = [optimizer for optimizer in optimizers if type(optimizer).__name__ == "DistributedOptimizer"]
+    held = [x for optimizer in optimizers if optimizer not in distributed for x in _gradients_of(optimizer)]
+    held += _gathered_gradients(distributed)
     stages = parallel_state.get_pipeline_model_parallel_group()
     return float(clip_grad_norm_(held, math.inf, pp_group=stages if stages.size() > 1 else None))
 
 
+def _gathered_gradients(optimizers: list[Any]) -> list[Tensor]:
+    """`_gradients_of` of DistributedOptimizers: whole gradients, though each data-parallel rank updates a part.
+
+    After Megatron's reduce-scatter a rank has the sums of its own part of each bucket, and the rest of it is not
+    used again. Here the other ranks' sums come into the rest.
+    """
+    buffers = {id(buffer): buffer for optimizer in optimizers for buffer in optimizer.buffers}.values()
+    for optimizer in optimizers:
+        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+            raise NotImplementedError("use_precision_aware_optimizer=True is not supported: set it to False")
+        if optimizer.grad_scaler is not None and any(buffer.grad_dtype != torch.float32 for buffer in buffers):
+            raise NotImplementedError(
+                "loss scaling with a distributed optimizer needs gradients that are summed in float32: set "
+                "grad_reduce_in_fp32=True (--accumulate-allreduce-grads-in-fp32)"
+            )
+    for buffer in buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets if group.size() > 1 else ():
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    held = [(p, p.main_grad.detach()) for buffer in buffers for p in buffer.params]
+    for p, stand_in in held:
+        stand_in.grad = p.main_grad
+        _take_attributes(stand_in, p)
+    return [stand_in for _, stand_in in held]
+
+
 def _gradients_of(optimizer: Any) -> list[Tensor]:
     """Views of the optimizer's parameters with the gradient that it uses and the model's attributes."""
-    if type(optimizer).__name__ == "DistributedOptimizer":
-        raise NotImplementedError(
-            "use_distributed_optimizer=True: its buffers cut parameters anywhere, so their gradients have no norm that "
-            "is independent of the degrees. Set it to False"
-        )
     of_model: dict[Tensor, Tensor] = {}  # {a copy in float32: the model's parameter}
     if hasattr(optimizer, "float16_groups"):
         for models, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
@@ -78,12 +106,17 @@ def _gradients_of(optimizer: Any) -> list[Tensor]:
     for main in optimizer.get_parameters():
         model, stand_in = of_model.get(main, main), main.detach()
         stand_in.grad = main.grad
-        for name in ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "shared"):
-            if hasattr(model, name):
-                setattr(stand_in, name, getattr(model, name))
-        stand_in.tp_group = carried_group(model)
+        _take_attributes(stand_in, model)
         stand_ins.append(stand_in)
     return stand_ins
+
+
+def _take_attributes(stand_in: Any, model: Tensor) -> None:
+    """Says of a view how the model's parameter is sharded."""
+    for name in ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "shared"):
+        if hasattr(model, name):
+            setattr(stand_in, name, getattr(model, name))
+    stand_in.tp_group = carried_group(model)
 
 
 def invariant_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
