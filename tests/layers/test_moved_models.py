@@ -15,9 +15,7 @@ from tp_invariant.testing import assert_bitwise_equal
 
 MOVES = {
     "cpu": lambda model: model.cpu(),
-    "to_device": lambda model: model.to("cpu"),
     "to_dtype": lambda model: model.to(torch.bfloat16),
-    "bfloat16": lambda model: model.bfloat16(),
     "half": lambda model: model.half(),
 }
 PLAN = {"0": "replicate", "1": "colwise", "3": "rowwise", "4": "replicate"}
