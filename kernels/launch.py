@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -33,6 +34,15 @@ def cdiv(x: int, y: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes new contiguous tensors, without values: in half the time of torch.empty, which works out strides."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return functools.partial(torch.empty_strided, (*shape,), (*reversed(strides),), dtype=dtype, device=device)
 
 
 def readable_rows(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, launch_on
+from ..launch import cdiv, empty, launch_on
 from ..plans import Kernel, Launch, described, run
 from .spec import AttentionSpec, PackedLengths, heads_side_by_side, sink_grads, strides_of_heads
 from .tiles import (
@@ -471,7 +471,7 @@ def _prepare_taken(
 ) -> Callable:  # fmt: skip
     """The same of a head size that kernels take."""
     dtype, device, index, launch_index = q.dtype, q.device, q.device.index, q.get_device()
-    grads = [(x.shape, strides_of_heads(x.shape)) for x in (q, k, v)]
+    grads = [((*x.shape,), strides_of_heads(x.shape)) for x in (q, k, v)]
 
     def results() -> list[Tensor]:
         return [torch.empty_strided(*sizes, dtype=dtype, device=device) for sizes in grads]
@@ -515,7 +515,7 @@ def _prepare_taken(
         ))  # fmt: skip
 
     # dk and dv, where several query heads share a key head in fp32 for each, which are then added
-    shape_of_parts, totals = (2, batch, tokens_k, heads, size), batch * tokens_k * kv_heads
+    new_parts, totals = empty((2, batch, tokens_k, heads, size), torch.float32, device), batch * tokens_k * kv_heads
     if groups > 1:
         rows_at_once = max(1, _SUM_TILE.queries // head_dim)
         constants, grid = (size, head_dim, rows_at_once), (cdiv(totals, rows_at_once), 2)
@@ -540,7 +540,7 @@ def _prepare_taken(
         dq, dk, dv = results()
         delta = torch.empty_like(lse)
         launch_delta(out, dout, delta, *numbers_of_delta)
-        parts = (dk, dv) if groups == 1 else torch.empty(shape_of_parts, dtype=torch.float32, device=device).unbind(0)
+        parts = (dk, dv) if groups == 1 else new_parts().unbind(0)
         for launch, q_block, dout_block, row_block, numbers in key_launches:
             of_rows = row_block(lse), row_block(delta)
             launch(q_block(q), dout_block(dout), *of_rows, k, v, *parts, *packed, mask, *numbers)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import can_overlap, cdiv, launch_on
+from ..launch import can_overlap, cdiv, empty, launch_on
 from ..plans import Kernel, Launch, run
 from .backward import backward
 from .merge import finish, fold, merge_kernel
@@ -381,11 +381,12 @@ def _prepare_taken(
     cu_k: Tensor | None, *options: Any,
 ) -> Callable:  # fmt: skip
     """The same of a head size that kernels take."""
-    shape, strides, dtype, device, keys = q.shape, strides_of_heads(q.shape), q.dtype, q.device, k.shape[2]
+    shape, strides, dtype, device, keys = (*q.shape,), strides_of_heads(q.shape), q.dtype, q.device, k.shape[2]
+
+    new_lse = empty(shape[:3], torch.float32, device)
 
     def results() -> tuple[Tensor, Tensor]:
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return out, torch.empty(shape[:3], dtype=torch.float32, device=device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device), new_lse()
 
     def without_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
         out, lse = results()

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import cdiv, launch_on
+from ..launch import cdiv, empty, launch_on
 from ..plans import Kernel, Launch, described, planned
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
@@ -357,10 +357,11 @@ def prepare_tma(
     )
     narrow = None if plan.narrow_block is None else described(*b, plan.narrow_block)
     options = dict(num_warps=plan.config.num_warps, num_stages=plan.config.num_stages)
+    new_c = empty((m, n), out_dtype, device)
     launch = Launch(_persistent_matmul, index, (plan.programs,), plan.constants, **options)
 
     def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        c = torch.empty((m, n), device=device, dtype=out_dtype) if out is None else out
+        c = new_c() if out is None else out
         if copies_bias and bias is not None:
             bias = bias.contiguous()
         launch(of_a(a), of_b(b), None if narrow is None else narrow(b), of_c(c), c if bias is None else bias, *numbers)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import can_overlap, cdiv, interpreting, launch_on, next_power_of_2
+from ..launch import can_overlap, cdiv, empty, interpreting, launch_on, next_power_of_2
 from ..plans import Kernel, Launch, run
 from .norm_checks import as_rows, check, check_backward, check_fold, check_forward, check_rows_per_sum
 
@@ -322,10 +322,11 @@ def _prepare_forward(
         launch = Launch(_forward, x.get_device(), (t,), constants, num_warps=warps)
         read, (stride, *_) = _reading(x, weight, weight if bias is None else bias)
 
+    new_y, new_statistic = empty(shape, stored, device), empty((t,), torch.float32, device)
+
     def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        y = torch.empty(shape, device=device, dtype=stored)
-        rstd = torch.empty(t, device=device, dtype=torch.float32)
-        mean = rstd if rms else torch.empty(t, device=device, dtype=torch.float32)
+        y, rstd = new_y(), new_statistic()
+        mean = rstd if rms else new_statistic()
         if t > 0:
             launch(*read(x, weight, weight if bias is None else bias), y, mean, rstd, stride, float(eps))
         return y if stored is out_dtype else y.to(out_dtype), None if rms else mean, rstd
@@ -436,9 +437,10 @@ def _prepare_backward(
         grid = (count * sum_programs + rows,)
         launch = Launch(_backward, x.get_device(), grid, constants, num_warps=warps)
 
+    new_dx, new_sums = empty(shape, stored, device), empty(of_sums, torch.float32, device)
+
     def call(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        dx = torch.empty(shape, device=device, dtype=stored)
-        sums = torch.empty(of_sums, device=device, dtype=torch.float32)
+        dx, sums = new_dx(), new_sums()
         if t > 0:
             if not dense or rstd.is_neg():
                 mean, rstd = None if mean is None else _contiguous(mean), _contiguous(rstd)
@@ -482,9 +484,10 @@ def _prepare_fold(
     grid, constants = (cdiv(h, FOLD_COLUMNS), halves), (FOLD_COLUMNS, FOLD_AT_ONCE, overlap)
     launch = Launch(_fold, sums.get_device(), grid, constants, **options)
 
+    new_outs = [empty((h,), dtype, device) for dtype in ([torch.float32] * halves if interpreting() else dtypes)]  # type: ignore[arg-type]
+
     def call(sums: Tensor) -> tuple[Tensor, Tensor | None]:
-        stored = [torch.float32] * halves if interpreting() else dtypes
-        outs = [torch.empty(h, device=device, dtype=dtype) for dtype in stored]
+        outs = [new() for new in new_outs]
         launch(sums if dense and not sums.is_neg() else _contiguous(sums), outs[0], outs[-1], count, h)
         if interpreting():
             outs = [out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True)]

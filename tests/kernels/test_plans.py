@@ -23,6 +23,7 @@ from tp_invariant.kernels.attention import forward as attention
 from tp_invariant.kernels.attention.spec import AttentionSpec
 from tp_invariant.kernels.experts import grouped, routing
 from tp_invariant.kernels.gemm import matmul, matmul_tma
+from tp_invariant.kernels.launch import empty
 from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax
 from tp_invariant.kernels.vocabulary import cross_entropy, embedding
 from tp_invariant.kernels.vocabulary.loss_spec import LossSpec
@@ -336,3 +337,10 @@ def test_freed_memory_is_another_layout():
     x.untyped_storage().resize_(0)
     assert plans.layouts(x) != before
     assert plans.layouts(torch.zeros(16, 16)) == before
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (0, 4), (3, 1, 2)])
+def test_a_tensor_is_made_as_torch_makes_it(shape):
+    made, wanted = (new() for new in (empty(shape, DTYPE, torch.device(DEVICE)), lambda: torch.empty(shape)))
+    assert made.shape == wanted.shape and made.stride() == wanted.stride()
+    assert made.dtype == DTYPE and made.device.type == DEVICE
