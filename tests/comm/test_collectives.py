@@ -1,6 +1,7 @@
 """Collectives move bytes: compared on every rank with what one process computes from all ranks' inputs."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -25,6 +26,7 @@ from tp_invariant.core.layout import shard, split_sizes, unshard
 from tp_invariant.testing import assert_bitwise_equal
 
 GPUS = torch.cuda.device_count()
+SIZES = (0, 1, 7, 8, 9, 24)
 MEMBERS_ALONE = "make its layers on the ranks of tp_group alone"
 
 
@@ -63,15 +65,14 @@ def test_gathers(world, dtype):
 
 @worlds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 24])
-def test_gather_uneven(world, dtype, size):
+def test_gather_uneven(world, dtype):
     def case(group):
         checks = 0
-        for shape, dim in (((size, 5), 0), ((5, size), 1), ((5, size), -1)):
-            whole = special(shape, dtype, size)
+        for size, dim in itertools.product(SIZES, (0, 1, -1)):
+            whole = special((size, 5) if dim == 0 else (5, size), dtype, size)
             mine = torch.tensor_split(whole, group.size, dim)[group.rank]
             for local in layouts(mine):
-                assert_bitwise_equal(gather_uneven(local, dim, size, group), whole)
+                assert_bitwise_equal(gather_uneven(local, dim, size, group), whole, f"{size} along {dim}")
                 checks += 1
         return checks
 
@@ -80,46 +81,33 @@ def test_gather_uneven(world, dtype, size):
 
 @worlds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 24])
-def test_exchange_rows(world, dtype, rows):
+def test_exchange_rows(world, dtype):
     def case(group):
-        everyone = [special((rows, 4), dtype, seed) for seed in range(group.size)]
-        sizes = split_sizes(rows, group.size)
-        expected = torch.stack([x.split(sizes)[group.rank] for x in everyone])
-        checks = 0
-        for mine in layouts(everyone[group.rank]):
-            assert_bitwise_equal(exchange_rows(mine, sizes, group), expected)
-            checks += 1
+        checks, uneven = 0, [(3 * rank) % 4 for rank in range(group.size)]  # ranks without a row among them
+        for sizes in (*(split_sizes(rows, group.size) for rows in SIZES), uneven):
+            everyone = [special((sum(sizes), 4), dtype, seed) for seed in range(group.size)]
+            expected = torch.stack([x.split(sizes)[group.rank] for x in everyone])
+            for mine in layouts(everyone[group.rank]):
+                assert_bitwise_equal(exchange_rows(mine, sizes, group), expected, f"{sizes}")
+                checks += 1
         return checks
 
     check_ranks(world, case)
 
 
 @worlds
-def test_exchange_rows_of_any_sizes(world):
-    def case(group):
-        sizes = [(3 * rank) % 4 for rank in range(group.size)]  # ranks without a row among them
-        everyone = [special((sum(sizes), 3, 2), torch.float32, seed) for seed in range(group.size)]
-        expected = torch.stack([x.split(sizes)[group.rank] for x in everyone])
-        assert_bitwise_equal(exchange_rows(everyone[group.rank], sizes, group), expected)
-        return sizes.count(0)
-
-    check_ranks(world, case)
-
-
-@worlds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "cols"), [(7, 9), (8, 24), (1, 5), (24, 1), (0, 4), (4, 0)])
-def test_exchange_cols_for_rows(world, dtype, rows, cols):
+def test_exchange_cols_for_rows(world, dtype):
     def case(group):
-        whole = special((rows, cols), dtype, rows)
-        row_sizes, col_sizes = split_sizes(rows, group.size), split_sizes(cols, group.size)
-        mine = whole.split(col_sizes, 1)[group.rank]
         checks = 0
-        for local in (mine, mine.contiguous(), mine.t().contiguous().t()):
-            got = exchange_cols_for_rows(local, row_sizes, col_sizes, group)
-            assert_bitwise_equal(got, whole.split(row_sizes)[group.rank])
-            checks += 1
+        for rows, cols in ((7, 9), (8, 24), (1, 5), (24, 1), (0, 4), (4, 0)):
+            whole = special((rows, cols), dtype, rows)
+            row_sizes, col_sizes = split_sizes(rows, group.size), split_sizes(cols, group.size)
+            mine = whole.split(col_sizes, 1)[group.rank]
+            for local in (mine, mine.contiguous(), mine.t().contiguous().t()):
+                got = exchange_cols_for_rows(local, row_sizes, col_sizes, group)
+                assert_bitwise_equal(got, whole.split(row_sizes)[group.rank], f"{rows} x {cols}")
+                checks += 1
         return checks
 
     check_ranks(world, case)
