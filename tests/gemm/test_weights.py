@@ -1,5 +1,6 @@
 """Gathered weights: what the cache may serve, what it starts ahead, and what it holds; on one process."""
 
+import functools
 import pytest
 import torch
 
@@ -116,6 +117,21 @@ def test_a_change_invalidates(change, how):
     assert_bitwise_equal(take(cache, weight, layout), weight.detach())
     assert layout.count(weight, early=False) >= 1
     assert layout.count(weight) == before + 1
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["an optimizer", "a write"])
+def test_an_optimizer_that_writes_through_data_drops_what_was_started_ahead(monkeypatch, steps):
+    class Halves(torch.optim.SGD):
+        def step(self):
+            self.param_groups[0]["params"][0].data.mul_(0.5)
+
+    cache, first, weight, layout = WeightCache(), weight_of(0), weight_of(1), Layout()
+    monkeypatch.setattr(gemm_weights, "weight_cache", cache)
+    for used in (first, weight, first):  # weight came after first, so it is started
+        take(cache, used, layout)
+    halves = Halves([weight])
+    (halves.step if steps else functools.partial(weight.data.mul_, 0.5))()
+    assert torch.equal(take(cache, weight, layout), weight.detach()) == steps
 
 
 def test_an_optimizer_step_invalidates():

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm.collectives import Group, Peers, Pending, is_capturing, start_exchange_rows, start_gather_major
 from ..core.autocast import autocast_dtype
@@ -215,7 +216,8 @@ class WeightCache:
     """See the module. The process has one, `tp_invariant.owners.weight_cache`.
 
     Writes to weights through `.data` raise no autograd version: after them call `clear()` where weights are kept, or
-    where they come between two layers of one pass over a model. All ranks must set the same options.
+    where they come between two layers of one pass over a model and are no optimizer's. All ranks must set the same
+    options.
 
         keep    how many gathered weights of each group stay after use; the least recently used goes first
         ahead   whether the next weight's gather starts by itself while one is used
@@ -334,3 +336,12 @@ class WeightCache:
 
 
 weight_cache = WeightCache()
+
+
+def _after_step(*_: Any) -> None:
+    """An optimizer may step inside backward, and write through `.data`: what was gathered ahead is of before."""
+    for of in weight_cache._groups.values():
+        _drop(of.early.pop(is_capturing(), None))
+
+
+register_optimizer_step_post_hook(_after_step)
