@@ -1,6 +1,7 @@
 """Gathered weights: what the cache may serve, what it starts ahead, and what it holds; on one process."""
 
 import functools
+
 import pytest
 import torch
 
