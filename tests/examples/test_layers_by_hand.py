@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,25 +32,28 @@ def test_the_page_shows_the_whole_example_and_parts_of_its_test():
     assert len(of_the_test) == 2 and len(BLOCKS) == len(of_the_example) + 3, "the third one is run below"
 
 
-@pytest.mark.parametrize(
-    ("change", "counts"),
-    [
-        (("", ""), "2 passed"),
-        (
-            (", partition_stride=2", ""),
-            "2 failed",
-        ),  # gate and up are mixed, otherwise at each degree
-        (('"silu"', '"gelu"'), "1 failed, 1 passed"),  # the same bits everywhere, of another model
-    ],
-    ids=["as it stands", "a forgotten stride", "another activation"],
-)
-def test_its_pytest_as_a_copy(tmp_path, change, counts):
-    shutil.copy(TEST, tmp_path)
-    (tmp_path / EXAMPLE.name).write_text(EXAMPLE.read_text().replace(*change))
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TEST.name]
+# name of a copy: what is changed, and the tests that fail
+COPIES = {
+    "as_it_stands": (("", ""), set()),
+    "a_forgotten_stride": ((", partition_stride=2", ""), {"bits", "values"}),  # gate and up are mixed by degree
+    "another_activation": (('"silu"', '"gelu"'), {"values"}),  # the same bits everywhere, of another model
+}
+
+
+def test_its_pytest_as_copies(tmp_path):
+    """Each under a name of its own, in one run."""
+    for name, (change, _) in COPIES.items():
+        (tmp_path / f"{name}.py").write_text(EXAMPLE.read_text().replace(*change))
+        (tmp_path / f"test_{name}.py").write_text(TEST.read_text().replace("layers_by_hand", name))
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "."]
     done = subprocess.run(pytest_here, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert f"{counts} in " in done.stdout, done.stdout + done.stderr
-    assert ("FAILED test_layers_by_hand.py::test_the_values" in done.stdout) == ("failed" in counts)
+    found = re.findall(r"^(PASSED|FAILED) test_(\w+)\.py::test_the_(?:same_)?(bits|values)_", done.stdout, re.MULTILINE)
+    expected = {
+        ("FAILED" if what in failed else "PASSED", name, what)
+        for name, (_, failed) in COPIES.items()
+        for what in ("bits", "values")
+    }
+    assert set(found) == expected and len(found) == 6, done.stdout + done.stderr
 
 
 def test_torchrun_prints_the_digest_of_one_rank():
