@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.mode import value_of
 from ..core.torch_graphs import in_torch_graph
 from ..core.torch_private import symmetric_memory
-from ..core.variables import TRANSPORT_VARIABLE, VARIABLES, value_of
+from ..core.variables import TRANSPORT_VARIABLE, VARIABLES
 from .exchange_store import meeting_of
 from .group import Group
 from .wire import gather_objects

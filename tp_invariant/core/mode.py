@@ -7,7 +7,8 @@ from types import TracebackType
 
 import torch
 
-from .variables import ALIAS_VARIABLE, CHECK_VARIABLE, MODE_VARIABLE, value_of, warn_of_unknown_variables
+from .torch_private import environment
+from .variables import ALIAS_VARIABLE, CHECK_VARIABLE, MODE_VARIABLE, VARIABLES, warn_of_unknown_variables
 
 _VALUES = {"0": False, "1": True}
 
@@ -15,6 +16,15 @@ _VALUES = {"0": False, "1": True}
 # per thread, because autograd runs backward on threads of its own.
 _override: bool | None = None
 _is_first_read = True
+
+
+_KEYS = {name: os.environ.encodekey(name) for name in VARIABLES}  # of `environment`, the dict inside os.environ
+
+
+def value_of(variable: str) -> str | None:
+    """Of one of VARIABLES, in a fifth of the time that os.environ takes; None where it is unset."""
+    text = environment.get(_KEYS[variable])
+    return text if text is None or isinstance(text, str) else text.decode(errors="surrogateescape")
 
 
 def _parse(variable: str) -> bool | None:

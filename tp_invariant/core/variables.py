@@ -6,8 +6,6 @@ import difflib
 import os
 import warnings
 
-from .torch_private import environment
-
 MODE_VARIABLE = "TP_INVARIANT_MODE"
 ALIAS_VARIABLE = "NVTE_TP_INVARIANT_MODE"  # the name that Transformer Engine PR 2977 proposes
 CHECK_VARIABLE = "TP_INVARIANT_CHECK"
@@ -25,14 +23,7 @@ VARIABLES = {
     "TP_INVARIANT_AUTOTUNE": ("1", "0"),
     SHARE_VARIABLE: ("1",),
 }
-_KEYS = {name: os.environ.encodekey(name) for name in VARIABLES}  # of `environment`, the dict inside os.environ
 SET_FOR_RANKS = (RANK_DEVICE_VARIABLE, RANK_THREADS_VARIABLE)  # by testing.run_ranks, in its rank processes
-
-
-def value_of(variable: str) -> str | None:
-    """Of one of VARIABLES, in a fifth of the time that os.environ takes; None where it is unset."""
-    text = environment.get(_KEYS[variable])
-    return text if text is None or isinstance(text, str) else text.decode(errors="surrogateescape")
 
 
 def warn_of_unknown_variables() -> None:
