@@ -58,16 +58,20 @@ def norm_on_rank(tp_group, sharded: str | None, heads_dim: int, options: dict[st
 OPTIONS = [dict(normalization=n, zero_centered_gamma=z) for n, z in itertools.product(("LayerNorm", "RMSNorm"), (0, 1))]
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("sharded, heads_dim", [("tokens", 2), ("heads", 2), ("heads", 1)])
-def test_same_bits_at_every_degree(sharded, heads_dim, options, dtype):
-    expected = norm_on_rank(None, sharded, heads_dim, options, dtype, True)
+def test_same_bits_at_every_degree(sharded, heads_dim):
+    cases = list(itertools.product(OPTIONS, (torch.float32, torch.bfloat16)))
+
+    def every(tp_group, sharded):
+        return [norm_on_rank(tp_group, sharded, heads_dim, options, dtype, True) for options, dtype in cases]
+
+    expected = every(None, sharded)
     if sharded == "tokens":
-        assert_bitwise_equal(norm_on_rank(None, None, heads_dim, options, dtype, True), expected)
+        assert_bitwise_equal(every(None, None), expected)
     for degree in (2, 4):
-        for rank, got in enumerate(run_ranks(norm_on_rank, degree, sharded, heads_dim, options, dtype, True)):
-            assert_bitwise_equal(got, expected, f"rank {rank} of {degree}")
+        for rank, results in enumerate(run_ranks(every, degree, sharded)):
+            for case, got, want in zip(cases, results, expected, strict=True):
+                assert_bitwise_equal(got, want, f"rank {rank} of {degree}, {case}")
 
 
 @pytest.mark.parametrize("sharded", ("tokens", "heads"))
