@@ -132,15 +132,23 @@ class Kernel:
         key = *call, *[x if type(x) is int else specialization(x) for x in args]
         compiled = _plans.get(key)
         if compiled is None:
-            of_kinds = *call, *[specialization(x) for x in args]
-            compiled = _plans.get(of_kinds)
-            if compiled is None:
-                compiled = self.function[grid](*args, *constants, **self.options, **options)
-                store(of_kinds, compiled)
-                store(key, compiled)
-                return
+            compiled, launched = self.form(device_index, grid, args, constants, **options)
             store(key, compiled)
+            if launched:
+                return
         compiled[grid](*args, *constants, stream=_stream_of()(device_index))
+
+    def form(
+        self, device_index: int | None, grid: tuple[int, ...], args: tuple, constants: tuple, **options: Any
+    ) -> tuple[Any, bool]:
+        """What is compiled for arguments of these kinds, and whether they were launched, as the first of a kind are."""
+        key = self, device_index, constants, *options.items(), *[specialization(x) for x in args]
+        compiled = _plans.get(key)
+        if compiled is not None:
+            return compiled, False
+        compiled = self.function[grid](*args, *constants, **self.options, **options)
+        store(key, compiled)
+        return compiled, True
 
 
 class Launch:
@@ -154,7 +162,7 @@ class Launch:
     ) -> None:
         """The arguments are Kernel's. device_index: -1 for a CPU."""
         self._kernel, self._index, self._grid, self._constants = kernel, device_index, (*grid, 1, 1)[:3], constants
-        self._options = {**kernel.options, **options}
+        self._options = options
         self.compiled: Callable | None = None
 
     def __call__(self, *args: Any) -> None:
@@ -166,12 +174,16 @@ class Launch:
             return
         if index >= 0 and not thread.has_context:
             bind_context(index)
-        if compiled is not None:
-            compiled(*args, *self._constants, stream=_stream_of()(index))
-            return
-        compiled = self._kernel.function[self._grid](*args, *self._constants, **self._options)
-        if not interpreting():
-            self.compiled = compiled[self._grid]
+        if compiled is None:
+            kernel, grid, constants = self._kernel, self._grid, self._constants
+            if interpreting():
+                kernel.function[grid](*args, *constants, **kernel.options, **self._options)
+                return
+            form, launched = kernel.form(index, grid, args, constants, **self._options)
+            self.compiled = compiled = form[grid]
+            if launched:
+                return
+        compiled(*args, *self._constants, stream=_stream_of()(index))
 
 
 def _set_base(descriptor: Any, x: Tensor) -> None:

@@ -201,6 +201,20 @@ def test_a_launch_is_of_the_kernel_compiled_for_its_arguments(table, monkeypatch
         assert grid == (3, at, 1) and len(got) == 5 and all(a is b for a, b in zip(got, args + constants, strict=True))
 
 
+def test_arguments_of_other_layouts_launch_the_form_that_is_compiled_for_their_kinds(table, monkeypatch):
+    monkeypatch.setattr(plans, "interpreting", lambda: False)
+    function = FakeKernel()
+    kernel = plans.Kernel(function)
+    for at, (rows, warps) in enumerate(((32, 4), (48, 4), (33, 4), (48, 8))):
+        launch = plans.Launch(kernel, -1, (at,), (True,), num_warps=warps)
+        for x in torch.zeros(2, 64):
+            launch(x, rows)
+    numbers = [number for number, _, _ in function.launched]
+    assert numbers == [0, 0, 0, 0, 1, 1, 2, 2] and len(function.options) == 3
+    assert [grid for _, grid, _ in function.launched] == [(at, 1, 1) for at in range(4) for _ in range(2)]
+    assert function.launched[3][2][1:] == (48, True)
+
+
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
