@@ -5,6 +5,8 @@ Without a GPU the compiled forms are stand-ins that run Triton's interpreter, so
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import weakref
 
@@ -134,6 +136,39 @@ def test_a_repeated_call_equals_a_fresh_one(table, name):
     assert_bitwise_equal(repeated, list(function(*second)))
     with pytest.raises(AssertionError):  # the control: other values give other bits
         assert_bitwise_equal(repeated, of_first)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")  # as meant
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_plans_of_an_operation_hold_no_tensor(table, name):
+    function, *shapes = OPERATIONS[name]
+    tensors = [torch.randn(shape).to(DEVICE, DTYPE) for shape in shapes]
+    results = [x for x in function(*tensors) if x is not None]
+    memories = [weakref.ref(x) for x in (*tensors, *results)]
+    del tensors, results
+    gc.collect()
+    assert len(table) > 0 and all(memory() is None for memory in memories)
+    assert not any(isinstance(x, torch.Tensor) for plan in table.values() for x in reachable(plan))
+    x = torch.ones(1)  # the control
+    assert any(one is x for one in reachable({"plan": functools.partial(lambda: x)}))
+
+
+def reachable(plan):
+    """What a plan's closures, attributes and containers refer to."""
+    seen, left = {}, [plan]
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (type(gc), str, int, torch.dtype)):
+            continue
+        seen[id(x)] = x
+        if isinstance(x, (tuple, list, set, dict)):
+            left += [*x, *(x.values() if isinstance(x, dict) else ())]
+        elif isinstance(x, functools.partial):
+            left += [x.func, x.args, x.keywords]
+        else:
+            left += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+            left += [value for name, value in getattr(x, "__dict__", {}).items() if not name.startswith("__")]
+    return seen.values()
 
 
 # --- which compiled form runs -----------------------------------------------------------------------------------------
