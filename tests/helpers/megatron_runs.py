@@ -99,13 +99,18 @@ def full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return torch.cat([p[i] for i in range(parameter.partition_stride) for p in pieces], parameter.partition_dim)
 
 
-def _optimizer_config(config: Any, distributed: bool = False) -> Any:
-    from megatron.core.optimizer import OptimizerConfig
+def trained(config: Any, model: Any, distributed: bool = False) -> tuple[Any, Any]:
+    """Megatron's DDP of a model and its optimizer, Adam: the distributed one, or the plain one."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    return OptimizerConfig(
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    ddp = DistributedDataParallel(config, ddp_config, model)
+    options = OptimizerConfig(
         optimizer="adam", lr=1e-2, clip_grad=1.0, bf16=config.bf16, params_dtype=config.params_dtype,
         use_distributed_optimizer=distributed,
     )  # fmt: skip
+    return ddp, get_megatron_optimizer(options, [ddp])
 
 
 @contextlib.contextmanager
@@ -151,44 +156,41 @@ def loss_of(model: Any, step: int = 0) -> torch.Tensor:
 
 
 def steps(
-    tp: int,
-    mode: bool,
-    changes: dict[str, Any],
-    tied: bool = False,
-    local: bool = False,
-    hybrid: bool = False,
-    distributed: bool = False,
-) -> dict[str, Any]:
-    """Three steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters.
+    tp: int, mode: bool, changes: dict[str, Any], tied: bool = False, local: bool = False, hybrid: bool = False,
+    distributed: bool = False, number: int = 3,
+) -> dict[str, Any]:  # fmt: skip
+    """Steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters.
 
-    Each data-parallel rank has a batch of its own. The names are those of the package's modules.
+    Each data-parallel rank has a batch of its own. The names are those of the package's modules. With the distributed
+    optimizer there are no gradients: each data-parallel rank has a part.
     """
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.optimizer import get_megatron_optimizer
-
     with on_degree(tp, mode, not local):
         config = config_of(tp, **changes)
         model = model_of(config, tied, local, hybrid)
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        ddp = DistributedDataParallel(config, settings, model)
-        optimizer = get_megatron_optimizer(_optimizer_config(config, distributed), [ddp])
+        ddp, optimizer = trained(config, model, distributed)
         out: dict[str, Any] = {}
-        for step in range(3):
-            ddp.zero_grad_buffer()
-            optimizer.zero_grad()
-            loss = loss_of(ddp, step + 10 * parallel_state.get_data_parallel_rank())
-            loss.mean().backward()
-            out[f"loss {step}"] = loss.detach().clone()
-            finalize_model_grads([ddp])
-            for name, p in () if distributed else model.named_parameters():  # each rank has a part of them
-                name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-                name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-                out[f"gradient {step} {name}"] = full(p.main_grad, p).clone()
-            out[f"norm {step}"] = float(optimizer.step()[1])
+        for step in range(number):
+            out |= one_step(model, ddp, optimizer, step, gradients=not distributed)
         for name, p in model.named_parameters():
             out[f"parameter {name}"] = full(p.detach(), p).clone()
     return out
+
+
+def one_step(model: Any, ddp: Any, optimizer: Any, step: int, gradients: bool = True) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = loss_of(ddp, step + 10 * parallel_state.get_data_parallel_rank())
+    loss.mean().backward()
+    out = {f"loss {step}": loss.detach().clone()}
+    finalize_model_grads([ddp])
+    for name, p in model.named_parameters() if gradients else ():
+        name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        out[f"gradient {step} {name}"] = full(p.main_grad, p).clone()
+    return out | {f"norm {step}": float(optimizer.step()[1])}
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

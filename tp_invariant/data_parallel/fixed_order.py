@@ -112,7 +112,8 @@ def sum_of_shares(x: Tensor, sizes: Sequence[int], group: Group, divide_by: int 
     return (total if divide_by is None else total / divide_by).to(x.dtype)
 
 
-def _sum(x: Tensor, group: Group, divide_by: int | None) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Group, divide_by: int | None = None) -> Tensor:
+    """The same of all elements of x, one-dimensional, on every rank."""
     mine = sum_of_shares(x, split_sizes(x.numel(), group.size), group, divide_by)
     return gather_uneven(mine, 0, x.numel(), group)
 
@@ -174,13 +175,14 @@ def fixed_order_hook(
     buffer = bucket.buffer()
     if not buffer.is_cuda:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(_sum(buffer, group, divide_by))
+        future.set_result(sum_over_ranks(buffer, group, divide_by))
         return future
     stream = _side_stream(buffer.device)
     stream.wait_stream(torch.cuda.current_stream(buffer.device))
     future = torch.futures.Future(devices=[buffer.device])
     with torch.cuda.stream(stream):
-        future.set_result(_sum(buffer, group, divide_by))  # records an event on `stream`, for which DDP's stream waits
+        # records an event on `stream`, for which DDP's stream waits
+        future.set_result(sum_over_ranks(buffer, group, divide_by))
     return future
 
 

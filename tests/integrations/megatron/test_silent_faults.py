@@ -42,22 +42,6 @@ def test_finalize_leaves_complete_gradients_of_norms_of_queries_and_keys() -> No
                 testing.assert_bitwise_equal(gradients[f"after {name}"], gradients[f"before {name}"] * factor)
 
 
-def over_three_replicas(rank: int, world: int) -> str:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-
-    with on_degree(1):
-        config = config_of(1)
-        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model_of(config))
-        loss_of(ddp).mean().backward()
-        with pytest.raises(NotImplementedError) as refused:
-            finalize_model_grads([ddp])
-        return str(refused.value)
-
-
-def test_more_than_two_replicas_are_refused() -> None:
-    assert all(text.startswith("3 data-parallel ranks") for text in on_new_ranks(over_three_replicas, 3))
-
-
 def described(rank: int, world: int, local: bool) -> dict[str, Any]:
     """{key: (whole shape, this rank's shape, where it begins)} of a model's sharded state dict."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories

@@ -37,10 +37,6 @@ def runs_of_megatron(rank: int, world: int) -> dict[str, Any]:
     return {name: steps(world, False, *CASES[name], local=True) for name in ("plain", "qk norm", "LayerNorm")}
 
 
-def replicated(rank: int, world: int, tp: int) -> dict[str, Any]:
-    return steps(tp, True, {"sequence_parallel": True}, tied=True)
-
-
 @pytest.fixture(scope="module")
 def single() -> dict[str, Any]:
     return on_new_ranks(runs, 1, True)[0]
@@ -68,40 +64,6 @@ def test_the_values_are_those_of_megatrons_own_layers(single: dict[str, Any]) ->
             ours, wanted = (torch.as_tensor(run[name]).double() for run in (single[case], theirs))
             tolerance = 1e-5 if " 0" in name else 1e-2
             assert (ours - wanted).norm() <= tolerance * wanted.norm(), (case, name)
-
-
-def test_two_replicas_of_two_ranks_have_the_bytes_of_two_replicas_of_one() -> None:
-    """Each with a batch of its own; the gradients differ from those of one replica."""
-    one, two = on_new_ranks(replicated, 2, 1), on_new_ranks(replicated, 4, 2)
-    assert len(differing(on_new_ranks(replicated, 1, 1)[0], one[0])) > len(one[0]) // 2
-    for replica, results in enumerate(one):
-        assert not differing(results, two[2 * replica]) and not differing(results, two[2 * replica + 1])
-
-
-def distributed_and_not(rank: int, world: int, tp: int) -> list[dict[str, Any]]:
-    runs = []
-    for name in ("tied", "bf16"):
-        changes, tied = CASES[name]
-        runs += [steps(tp, True, changes, tied, distributed=distributed) for distributed in (False, True)]
-    return runs
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_distributed_optimizer_has_the_bytes_of_the_plain_one_at_every_degree(replicas: int) -> None:
-    """Losses, logged norms and parameters; its gradients are in parts on the data-parallel ranks.
-
-    The norm adds parameters in the order of the optimizer's lists, which is another one for bfloat16.
-    """
-    single = on_new_ranks(distributed_and_not, replicas, 1)
-    double = on_new_ranks(distributed_and_not, 2 * replicas, 2)
-    for replica, (plain_fp32, fp32, plain_bf16, bf16) in enumerate(single):
-        for plain, cut in ((plain_fp32, fp32), (plain_bf16, bf16)):
-            names = [name for name in cut if plain is plain_fp32 or not name.startswith("norm")]
-            assert not differing({name: plain[name] for name in names}, {name: cut[name] for name in names})
-        for step in range(3):
-            assert abs(plain_bf16[f"norm {step}"] - bf16[f"norm {step}"]) <= 1e-6 * bf16[f"norm {step}"]
-        for rank in (2 * replica, 2 * replica + 1):
-            assert not differing(fp32, double[rank][1]) and not differing(bf16, double[rank][3])
 
 
 def test_recomputation_and_fused_accumulation_change_nothing(single: dict[str, Any]) -> None:

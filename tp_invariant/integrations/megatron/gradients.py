@@ -2,10 +2,10 @@
 
 finalize_model_grads    sums over tensor-parallel ranks the gradients of parameters that are *named* q_layernorm or
                         k_layernorm, where qk_layernorm is set. Those of this package's norms are complete already.
-                        Over more than two data-parallel ranks it is refused
-gradient norm           Megatron adds each rank's sum of squares. Here it is tp_invariant.clip_grad_norm_'s. For a
-                        DistributedOptimizer the data-parallel ranks first gather the gradients that they have reduced,
-                        into the buffers in which they lie
+start_grad_sync         more than two data-parallel ranks: a collective's order of addition depends on where a parameter
+                        lies in a buffer, so on the degree. Here it is tp_invariant.data_parallel's fixed order
+gradient norm           Megatron adds each rank's sum of squares. Here it is tp_invariant.clip_grad_norm_'s. The
+                        distributed optimizer cuts parameters anywhere, so gradients are made whole before
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from ...comm.collectives import resolve_group, start_all_gather
 from ...core.mode import is_tp_invariant_mode_enabled
+from ...data_parallel.fixed_order import sum_over_ranks
 from ...layers.grad_norm import clip_grad_norm_
 from ...layers.parameters import carried_group
 from .modules import QKNorm
@@ -32,11 +34,11 @@ def without_complete_gradients(original: Callable[..., None]) -> Callable[..., N
     def reduce(model: list[Any], config: Any, tp_group: Any = None) -> None:
         replicas = parallel_state.get_data_parallel_world_size()
         if replicas > 2 and is_tp_invariant_mode_enabled():
-            raise NotImplementedError(
-                f"{replicas} data-parallel ranks: Megatron's DistributedDataParallel adds their gradients in an order "
-                "that depends on where a parameter lies in its buffers, so on the tensor-parallel degree. At most 2 "
-                "are supported: accumulate micro-batches, or sum gradients by tp_invariant.data_parallel"
-            )
+            if others := [type(chunk).__name__ for chunk in model if not isinstance(chunk, DistributedDataParallel)]:
+                raise NotImplementedError(
+                    f"{replicas} data-parallel ranks of a {others[0]}: the order in which it adds gradients may depend "
+                    "on the tensor-parallel degree. Use Megatron's DistributedDataParallel, or at most 2 ranks"
+                )
         ours = {id(p) for chunk in model for m in chunk.modules() if isinstance(m, QKNorm) for p in m.parameters()}
         named = [p for chunk in model for name, p in chunk.named_parameters() if _is_named(name)]
         if ours and config.qk_layernorm:
@@ -56,67 +58,115 @@ def _is_named(name: str) -> bool:
     return "q_layernorm" in name or "k_layernorm" in name
 
 
+def in_a_fixed_order(original: Callable[..., None]) -> Callable[..., None]:
+    """start_grad_sync of Megatron's buckets, and with the mode on a sum of more than two ranks in a fixed order.
+
+    Sums of two need none. Megatron's own function does what it does besides (checks, waits, scaling) over a group of
+    this rank alone.
+    """
+
+    def start_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
+        config = self.ddp_config
+        name = "data_parallel_group"
+        if config.use_distributed_optimizer:
+            name = "intra_distributed_optimizer_instance_group"
+        replicas = getattr(self, name)
+        many = replicas.size() * config.num_distributed_optimizer_instances
+        if many <= 2 or not is_tp_invariant_mode_enabled():
+            return original(self, force_all_reduce)
+        faults = [
+            f"{field}={value}: set it to {wanted}"
+            for field, wanted in (
+                ("overlap_grad_reduce", False), ("average_in_collective", False),
+                ("num_distributed_optimizer_instances", 1),
+            )
+            if (value := getattr(config, field)) != wanted
+        ]  # fmt: skip
+        if faults:
+            raise NotImplementedError(
+                f"{many} data-parallel ranks: gradients are added in a fixed order, with which " + "; ".join(faults)
+            )
+        try:
+            setattr(self, name, parallel_state.get_context_parallel_group())
+            original(self, force_all_reduce=True)
+        finally:
+            setattr(self, name, replicas)
+        for bucket in self.buckets:
+            bucket.grad_data.copy_(sum_over_ranks(bucket.grad_data, resolve_group(replicas)))
+
+    return start_grad_sync
+
+
+def with_order_of_parameters(original: Callable[..., None]) -> Callable[..., None]:
+    """DistributedOptimizer's constructor, which remembers the parameters in the order of other optimizers."""
+
+    def construct(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        groups = [] if optimizer is None else optimizer.param_groups
+        self.parameters_in_order = [p for group in groups for p in group["params"]]
+        original(self, optimizer, *args, **kwargs)
+
+    return construct
+
+
 def norm_of(optimizers: list[Any]) -> float:
     """The gradient norm over the model of these Megatron optimizers, on every rank, also of other pipeline stages.
 
     Raises:
-        NotImplementedError: a precision-aware optimizer; loss scaling of gradients that are not summed in float32.
+        NotImplementedError: options of a distributed optimizer.
+        RuntimeError: a distributed optimizer that was constructed before install().
     """
-    distributed = [optimizer for optimizer in optimizers if type(optimizer).__name__ == "DistributedOptimizer"]
-    held = [x for optimizer in optimizers if optimizer not in distributed for x in _gradients_of(optimizer)]
-    held += _gathered_gradients(distributed)
+    held = [stand_in for optimizer in optimizers for stand_in in _gradients_of(optimizer)]
     stages = parallel_state.get_pipeline_model_parallel_group()
     return float(clip_grad_norm_(held, math.inf, pp_group=stages if stages.size() > 1 else None))
 
 
-def _gathered_gradients(optimizers: list[Any]) -> list[Tensor]:
-    """`_gradients_of` of DistributedOptimizers: whole gradients, though each data-parallel rank updates a part.
-
-    After Megatron's reduce-scatter a rank has the sums of its own part of each bucket, and the rest of it is not
-    used again. Here the other ranks' sums come into the rest.
-    """
-    buffers = {id(buffer): buffer for optimizer in optimizers for buffer in optimizer.buffers}.values()
-    for optimizer in optimizers:
-        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
-            raise NotImplementedError("use_precision_aware_optimizer=True is not supported: set it to False")
-        if optimizer.grad_scaler is not None and any(buffer.grad_dtype != torch.float32 for buffer in buffers):
-            raise NotImplementedError(
-                "loss scaling with a distributed optimizer needs gradients that are summed in float32: set "
-                "grad_reduce_in_fp32=True (--accumulate-allreduce-grads-in-fp32)"
-            )
-    for buffer in buffers:
-        group = buffer.data_parallel_group
-        for bucket in buffer.buckets if group.size() > 1 else ():
-            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-    held = [(p, p.main_grad.detach()) for buffer in buffers for p in buffer.params]
-    for p, stand_in in held:
-        stand_in.grad = p.main_grad
-        _take_attributes(stand_in, p)
-    return [stand_in for _, stand_in in held]
-
-
 def _gradients_of(optimizer: Any) -> list[Tensor]:
     """Views of the optimizer's parameters with the gradient that it uses and the model's attributes."""
+    if hasattr(optimizer, "data_parallel_group_idx"):  # a DistributedOptimizer
+        return _whole_gradients_of(optimizer)
     of_model: dict[Tensor, Tensor] = {}  # {a copy in float32: the model's parameter}
     if hasattr(optimizer, "float16_groups"):
         for models, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             of_model |= zip(mains, models, strict=True)
-    stand_ins = []
-    for main in optimizer.get_parameters():
-        model, stand_in = of_model.get(main, main), main.detach()
-        stand_in.grad = main.grad
-        _take_attributes(stand_in, model)
-        stand_ins.append(stand_in)
-    return stand_ins
+    mains = optimizer.get_parameters()
+    return [_stand_in(main.detach(), main.grad, of_model.get(main, main)) for main in mains]
 
 
-def _take_attributes(stand_in: Any, model: Tensor) -> None:
-    """Says of a view how the model's parameter is sharded."""
+def _whole_gradients_of(optimizer: Any) -> list[Tensor]:
+    """The same of a distributed optimizer: each rank's part of Megatron's buffers is gathered into the buffers."""
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    if not hasattr(optimizer, "parameters_in_order"):
+        raise RuntimeError(
+            "this DistributedOptimizer was constructed before tp_invariant.integrations.megatron.install(), so the "
+            "order of its parameters is unknown: call install() first"
+        )
+    faults = {
+        "use_precision_aware_optimizer=True": optimizer.config.use_precision_aware_optimizer,
+        "use_megatron_fsdp=True": optimizer.ddp_config.use_megatron_fsdp,
+        "loss scaling of gradients that are not summed in float32 (set grad_reduce_in_fp32=True, "
+        "--accumulate-allreduce-grads-in-fp32)": optimizer.grad_scaler is not None
+        and any(buffer.grad_dtype != torch.float32 for buffer in optimizer.buffers),
+    }
+    if refused := [text for text, is_so in faults.items() if is_so]:
+        raise NotImplementedError(f"a distributed optimizer with {', '.join(refused)} is not supported: leave that out")
+    buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
+    group = resolve_group(optimizer.data_parallel_group)
+    for bucket in buckets if group.size > 1 else ():
+        work = start_all_gather(bucket.grad_data, bucket.grad_data.chunk(group.size)[group.rank], group)
+        if work is not None:
+            work.wait()
+    return [_stand_in(p.main_grad.detach(), p.main_grad, p) for p in optimizer.parameters_in_order]
+
+
+def _stand_in(values: Tensor, grad: Tensor | None, model: Tensor) -> Tensor:
+    """`values` with this gradient and with the attributes of the model's parameter that say how it is sharded."""
+    values.grad = grad
     for name in ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "shared"):
         if hasattr(model, name):
-            setattr(stand_in, name, getattr(model, name))
-    stand_in.tp_group = carried_group(model)
+            setattr(values, name, getattr(model, name))
+    values.tp_group = carried_group(model)  # type: ignore[attr-defined]
+    return values
 
 
 def invariant_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
