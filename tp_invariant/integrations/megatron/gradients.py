@@ -33,12 +33,12 @@ def without_complete_gradients(original: Callable[..., None]) -> Callable[..., N
 
     def reduce(model: list[Any], config: Any, tp_group: Any = None) -> None:
         replicas = parallel_state.get_data_parallel_world_size()
-        if replicas > 2 and is_tp_invariant_mode_enabled():
-            if others := [type(chunk).__name__ for chunk in model if not isinstance(chunk, DistributedDataParallel)]:
-                raise NotImplementedError(
-                    f"{replicas} data-parallel ranks of a {others[0]}: the order in which it adds gradients may depend "
-                    "on the tensor-parallel degree. Use Megatron's DistributedDataParallel, or at most 2 ranks"
-                )
+        others = [type(chunk).__name__ for chunk in model if not isinstance(chunk, DistributedDataParallel)]
+        if replicas > 2 and others and is_tp_invariant_mode_enabled():
+            raise NotImplementedError(
+                f"{replicas} data-parallel ranks of a {others[0]}: the order in which it adds gradients may depend "
+                "on the tensor-parallel degree. Use Megatron's DistributedDataParallel, or at most 2 ranks"
+            )
         ours = {id(p) for chunk in model for m in chunk.modules() if isinstance(m, QKNorm) for p in m.parameters()}
         named = [p for chunk in model for name, p in chunk.named_parameters() if _is_named(name)]
         if ours and config.qk_layernorm:

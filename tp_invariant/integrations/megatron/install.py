@@ -85,6 +85,7 @@ def _of_models() -> list[tuple[str, str | None, str, Any]]:
 
 def _of_training() -> list[tuple[str, str | None, str, Any]]:
     """The same of what acts on gradients."""
+    buckets = "distributed.param_and_grad_buffer"
     reduce = "_allreduce_non_tensor_model_parallel_grads"
     return [
         ("distributed.finalize_model_grads", None, reduce, gradients.without_complete_gradients),
