@@ -89,12 +89,7 @@ def _of_training() -> list[tuple[str, str | None, str, Any]]:
     reduce = "_allreduce_non_tensor_model_parallel_grads"
     return [
         ("distributed.finalize_model_grads", None, reduce, gradients.without_complete_gradients),
-        (
-            "distributed.param_and_grad_buffer",
-            "_ParamAndGradBucketGroup",
-            "start_grad_sync",
-            gradients.in_a_fixed_order,
-        ),
+        (buckets, "_ParamAndGradBucketGroup", "start_grad_sync", gradients.in_a_fixed_order),
         ("optimizer.distrib_optimizer", "DistributedOptimizer", "__init__", gradients.with_order_of_parameters),
         ("optimizer.optimizer", "MegatronOptimizer", "get_grad_norm", gradients.invariant_grad_norm),
         ("optimizer.optimizer", "MegatronOptimizer", "clip_grad_norm", gradients.invariant_clip),
