@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +9,11 @@ import torch
 from megatron_runs import (
     config_of,
     differing,
-    full,
     loss_of,
     model_of,
     on_degree,
     on_new_ranks,
-    one_step,
     steps,
-    trained,
 )
 
 from tp_invariant import testing
@@ -101,39 +97,6 @@ def test_three_replicas_of_two_ranks_have_the_bytes_of_three_of_one() -> None:
     for rank, results in enumerate(on_new_ranks(three_replicas, 6)):
         for result in results:
             assert not (names := differing(single[rank // 2][0], result)), (rank, names)
-
-
-FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-def checkpointed(rank: int, world: int, tp: int, folder: str, load: bool) -> dict[str, Any]:
-    """A third step after a checkpoint of two, which this run has written or read."""
-    from megatron.core import dist_checkpointing
-
-    with on_degree(tp):
-        config = config_of(tp)
-        model = model_of(config)
-        ddp, optimizer = trained(config, model, True)
-        whole = {id(p) for p in model.parameters() if p.numel() in {q.numel() for q in optimizer.get_parameters()}}
-        assert world == tp or len(whole) < len([*model.parameters()])  # some are cut
-        for step in range(1 if load else 2):  # without Apex torch's Adam must have a state before it is loaded
-            one_step(model, ddp, optimizer, step, gradients=False)
-        of_model = model.sharded_state_dict()
-        state = {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, load, metadata=FORMAT)}
-        if load:
-            state = dist_checkpointing.load(state, folder)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-        else:
-            dist_checkpointing.save(state, folder)
-        out = one_step(model, ddp, optimizer, 2, gradients=False) if world == tp else {}
-        return out | {f"parameter {name}": full(p.detach(), p).clone() for name, p in model.named_parameters()}
-
-
-def test_a_checkpoint_of_two_ranks_is_continued_on_four(tmp_path: Path) -> None:
-    two = on_new_ranks(checkpointed, 2, 2, str(tmp_path), False)[0]
-    for result in on_new_ranks(checkpointed, 4, 4, str(tmp_path), True):
-        assert not (names := differing(two, result)), names
 
 
 def test_adam_gives_equal_bytes_wherever_a_parameter_is_cut() -> None:
