@@ -19,16 +19,11 @@ from tp_invariant.comm.collectives import resolve_group
 from tp_invariant.consistency import agreement, compare, environment
 from tp_invariant.core import mode
 from tp_invariant.functional.regions import gather_sequence, scatter_sequence
-from tp_invariant.gemm import set_default_gemm_fn
 from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.kernels.gemm.reference import matmul
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
 ODD = 1  # the rank that is not like the others
-
-
-def other_gemm(a, b, *, bias=None, out_dtype=None):
-    return matmul(a, b, bias=bias, out_dtype=out_dtype)
 
 
 def error_on_every_rank(case, *args, world=4):
@@ -120,32 +115,27 @@ def test_this_environment():
 # --- what a call is -------------------------------------------------------------------------------------------------
 
 
+# of Linear, LayerNormLinear and ParallelNorm with the mode on, each fact is in tests/layers/test_linear_checks.py
+
+
 def odd_linear(tp_group, what, enabled):
     odd = tp_group.rank() == ODD
-    options, x = {}, torch.ones(4, 8)
+    options, x = dict(sequence_parallel=what == "tokens"), torch.ones(4, 8)
     if what == "gemm_fn":
         options["gemm_fn"] = functools.partial(matmul) if odd else matmul
-    if what == "owner_map":
-        options["owner_map"] = "rows" if odd else "cols"
-    if what == "ahead" and odd:
-        weight_cache.ahead = False  # the next case finds it as it was
-    dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
     with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
-        layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, dtype=dtype, **options)
-        if odd and what == "stride":
-            layer.weight.partition_stride = 2
-        if what == "default":
-            set_default_gemm_fn(other_gemm if odd else None)
-        layer((x[:, :4] if odd and what == "features" else x).to(torch.float64 if odd and what == "x" else dtype))
+        layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, **options)
+        if odd:
+            x = {"features": x[:, :4], "tokens": x[:3], "x": x.double()}.get(what, x)
+        layer(x)
 
 
 def odd_norm(tp_group, what, enabled):
     odd = tp_group.rank() == ODD
     with tpi.set_tp_invariant_mode(not enabled if odd and what == "mode" else enabled):
-        dtype = torch.bfloat16 if odd and what == "dtype" else torch.float32
-        norm = tpi.ParallelNorm(8, tp_group=tp_group, sequence_parallel=True, dtype=dtype)
+        norm = tpi.ParallelNorm(8, tp_group=tp_group, sequence_parallel=True)
         norm.weight.requires_grad_(not (odd and what == "frozen"))
-        norm(torch.ones(2, 4 if odd and what == "features" else 8, dtype=dtype))
+        norm(torch.ones(2, 4 if odd and what == "features" else 8))
 
 
 def odd_embedding(tp_group, what, enabled):
@@ -199,16 +189,12 @@ def odd_state_dict(tp_group, what, enabled):
 
 GROUPS = [
     (odd_linear, "mode", "the TP-invariant mode is (True|False) on rank 0, 2, 3; (True|False) on rank 1"),
-    (odd_linear, "stride", "partition_stride is 1 on rank 0, 2, 3; 2 on rank 1"),
-    (odd_linear, "owner_map", "owner_map is 'cols' on rank 0, 2, 3; 'rows' on rank 1"),
     (
         odd_linear,
-        "ahead",
-        r"ahead_in_graphs and keep is \(True, .* on rank 0, 2, 3; \(False, .* on rank 1",
+        "tokens",
+        r"the shape of x is \(4, 8\) on rank 0, 2, 3; \(3, 8\) on rank 1\. .*must divide the size of",
     ),
     (odd_linear, "gemm_fn", r"gemm_fn is '.*matmul' on rank 0, 2, 3; 'partial\(.*matmul\)' on rank 1"),
-    (odd_linear, "default", r"gemm_fn is '.*matmul' on rank 0, 2, 3; '.*other_gemm' on rank 1"),
-    (odd_linear, "dtype", r"the dtype of x is 'torch.float32' on rank 0, 2, 3; 'torch.bfloat16' on rank 1"),
     (odd_linear, "x", "an error before the call is nothing on rank 0, 2, 3; .*TypeError: x .* is torch.float64"),
     (
         odd_linear,
@@ -216,7 +202,6 @@ GROUPS = [
         r"an error before the call is nothing on rank 0, 2, 3; .*x of .* here has shape \(4, 4\)",
     ),
     (odd_norm, "mode", "the TP-invariant mode is"),
-    (odd_norm, "dtype", "the dtype of x is"),
     (odd_norm, "frozen", "whether the weight needs one is True on rank 0, 2, 3; False on rank 1"),
     (odd_norm, "features", "its last dim must be features=8"),
     (odd_embedding, "mode", "the TP-invariant mode is"),
