@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import gradients, modules, spec
 from .checks import check_config, check_model, padded_vocab_size
@@ -48,11 +48,14 @@ def _checked(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fused_in_module(original: Callable[..., None]) -> Callable[..., None]:
-    """MLP's constructor which calls the activation among its submodules."""
+    """MLP's constructor which calls an activation module: that of its submodules, of which Megatron's local specs have
+    none, or else GatedActivation."""
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, modules.with_activation_module(config), *args, **kwargs)
+        if not isinstance(self.activation_func, nn.Module):
+            self.activation_func = modules.GatedActivation(config=self.config)
 
     return construct
 
