@@ -115,7 +115,7 @@ def test_this_environment():
 # --- what a call is -------------------------------------------------------------------------------------------------
 
 
-# of Linear, LayerNormLinear and ParallelNorm with the mode on, each fact is in tests/layers/test_linear_checks.py
+# of Linear, LayerNormLinear and ParallelNorm each fact is in tests/layers/test_linear_checks.py
 
 
 def odd_linear(tp_group, what, enabled):

@@ -87,7 +87,7 @@ def with_a_frozen_bias(layer, x, stack):
 
 # (the fact, what changes it: in the layer, or the x that it returns)
 OF_BOTH = [
-    ("the TP-invariant mode", context(lambda: tpi.set_tp_invariant_mode(False))),
+    ("the TP-invariant mode", context(lambda: tpi.set_tp_invariant_mode(not tpi.is_tp_invariant_mode_enabled()))),
     ("the shape of x", lambda layer, x, stack: x[:2]),
     ("the dtype of x", in_bfloat16),
     ("whether x needs a gradient", lambda layer, x, stack: x.requires_grad_()),
@@ -167,7 +167,7 @@ def norm_of_heads(tp_group):
 CASES = {linear: OF_LINEAR, layernorm_linear: OF_LAYERNORM_LINEAR, norm: OF_NORM, norm_of_heads: OF_HEADS}
 
 
-def part_company(tp_group, make):
+def part_company(tp_group, make, enabled):
     """For each change of one rank's: what it raises, beside one with more tokens; and all facts' names."""
     rank, found, names, check = tp_group.rank(), [], set(), agreement.check_agreement
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def part_company(tp_group, make):
         )
         for _, change in CASES[make]:
             with ExitStack() as stack:
-                stack.enter_context(tpi.set_tp_invariant_mode(True))
+                stack.enter_context(tpi.set_tp_invariant_mode(enabled))
                 layer, x = make(tp_group), torch.ones(4, 4, 2, 8)
                 for _ in range(2):
                     layer(x)
@@ -195,10 +195,11 @@ def part_company(tp_group, make):
     return found, names
 
 
+@pytest.mark.parametrize("enabled", (True, False), ids=("on", "off"))
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_a_rank_that_parts_is_compared_whatever_it_changes(make):
+def test_a_rank_that_parts_is_compared_whatever_it_changes(make, enabled):
     """Else it would go on, with what was settled before, while the other waits for its word."""
-    (errors, names), others = run_ranks(part_company, 2, make)
+    (errors, names), others = run_ranks(part_company, 2, make, enabled)
     assert others == (errors, names), "the same on both ranks"
     for error, (fact, _) in zip(errors, CASES[make], strict=True):
         assert f"{fact} is " in error, (fact, error)
