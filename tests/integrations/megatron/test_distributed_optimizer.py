@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron_runs import (
     config_of,
     differing,
+    full,
     loss_of,
     model_of,
     on_degree,
     on_new_ranks,
+    one_step,
     steps,
+    trained,
 )
 
 from tp_invariant import testing
@@ -97,6 +102,51 @@ def test_three_replicas_of_two_ranks_have_the_bytes_of_three_of_one() -> None:
     for rank, results in enumerate(on_new_ranks(three_replicas, 6)):
         for result in results:
             assert not (names := differing(single[rank // 2][0], result)), (rank, names)
+
+
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def with_step(original: Any) -> Any:
+    """Without Apex, Megatron takes torch's Adam, and does not load the number of steps, which that has in tensors."""
+    return lambda self, p, tensors: original(self, p, tensors | {"step": torch.tensor(2.0)})
+
+
+def checkpointed(rank: int, world: int, folder: str, load: bool) -> dict[str, Any]:
+    """Whole parameters and Adam's whole state after two steps, which this run has written, or has read."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    name = "_set_main_param_and_optimizer_states"
+    mended = mock.patch.object(DistributedOptimizer, name, with_step(getattr(DistributedOptimizer, name)))
+    with on_degree(world), mended:
+        config = config_of(world)
+        model = model_of(config)
+        ddp, optimizer = trained(config, model, True)
+        for step in range(1 if load else 2):  # without Apex torch's Adam must have a state before it is loaded
+            one_step(model, ddp, optimizer, step, gradients=False)
+        of_model = model.sharded_state_dict()
+        state = {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, load, metadata=FORMAT)}
+        if load:
+            state = dist_checkpointing.load(state, folder)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            dist_checkpointing.save(state, folder)
+        (inner,) = optimizer.chained_optimizers
+        whole: dict[str, Any] = {}
+        for name, p in model.named_parameters():
+            of_adam = inner._get_main_param_and_optimizer_states(p)
+            for key in ("param", "exp_avg", "exp_avg_sq"):
+                whole[f"{key} {name}"] = full(of_adam[key].detach().view(p.shape), p).clone()
+        return whole
+
+
+def test_state_of_two_ranks_is_loaded_on_four(tmp_path: Path) -> None:
+    two = on_new_ranks(checkpointed, 2, str(tmp_path), False)[0]
+    assert all(value.any() for value in two.values())
+    for result in on_new_ranks(checkpointed, 4, str(tmp_path), True):
+        assert not (names := differing(two, result)), names
 
 
 def test_adam_gives_equal_bytes_wherever_a_parameter_is_cut() -> None:
