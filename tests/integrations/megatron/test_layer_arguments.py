@@ -11,11 +11,11 @@ from megatron_runs import config_of, differing, on_degree, on_new_ranks
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'tp-invariant[megatron]'")
 
 
-def outputs(rank: int, world: int) -> dict[str, Any]:
+def outputs(rank: int, world: int, mode: bool) -> dict[str, Any]:
     """Whole outputs and whole-output gradients of columns: gathered at a call, and with another layer's weight."""
     from tp_invariant.integrations import megatron
 
-    with on_degree(world):
+    with on_degree(world, mode):
         options: dict[str, Any] = dict(config=config_of(world), init_method=torch.nn.init.normal_)
         x = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
         plain = megatron.ColumnParallelLinear(16, 24, bias=True, **options)
@@ -34,9 +34,15 @@ def outputs(rank: int, world: int) -> dict[str, Any]:
         return {name: y.detach().clone() for name, y in found.items()} | {"gradient of x": x.grad.clone()}
 
 
+def with_and_without(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    return outputs(rank, world, True), outputs(rank, world, False)
+
+
 def test_gathering_at_a_call_and_a_weight_of_another_layer() -> None:
-    one = on_new_ranks(outputs, 1)[0]
-    assert not any(differing(one, two) for two in on_new_ranks(outputs, 2))
+    one, off = on_new_ranks(with_and_without, 1)[0]
+    for two, two_off in on_new_ranks(with_and_without, 2):
+        assert not differing(one, two)
+        assert differing(off, two_off) == ["gradient of x"]
 
 
 def refusals(rank: int, world: int) -> list[str]:
