@@ -12,7 +12,7 @@ from megatron_runs import batch, config_of, differing, full, model_of, on_degree
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'tp-invariant[megatron]'")
 
 
-def scheduled(rank: int, world: int, stages: int, tied: bool) -> dict[str, Any]:
+def scheduled(rank: int, world: int, stages: int, tied: bool, mode: bool = True) -> dict[str, Any]:
     """The losses and gradients of this stage after two micro-batches, and the norm over all stages."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -20,7 +20,7 @@ def scheduled(rank: int, world: int, stages: int, tied: bool) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     tp = world // stages
-    with on_degree(tp, pipeline_model_parallel_size=stages):
+    with on_degree(tp, mode, pipeline_model_parallel_size=stages):
         config = config_of(
             tp, pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32, sequence_parallel=True,
             qk_layernorm=True, deallocate_pipeline_outputs=False, batch_p2p_comm=False,
@@ -64,3 +64,9 @@ def test_stages_have_the_bytes_of_one_rank_each(tied: bool) -> None:
         if name.startswith("gradient") and not (tied and stage == 1 and "output_layer" in name)
     )
     assert one[0]["norm"] == one[1]["norm"] == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def test_with_the_mode_off_stages_differ() -> None:
+    one, two = on_new_ranks(scheduled, 2, 2, False, False), on_new_ranks(scheduled, 4, 2, False, False)
+    for stage in (0, 1):
+        assert len(differing(one[stage], two[2 * stage])) > len(one[stage]) // 2
