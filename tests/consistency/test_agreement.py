@@ -306,6 +306,18 @@ def test_sequence_functions_are_compared(what, message, later):
     assert re.search(message, error_on_every_rank(checked(odd_sequence), what, int(later)))
 
 
+def other_length(tp_group, sharded):
+    layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group, sequence_parallel=sharded)
+    layer(torch.ones(3 if tp_group.rank() == ODD else 4, 8))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_sequence_dim_is_advised_only_where_it_is_sharded(sharded):
+    text = error_on_every_rank(other_length, sharded)
+    assert "All ranks of tp_group must pass tensors of the same shape" in text
+    assert ("must divide the size of sequence_dim" in text) == sharded
+
+
 def keeps_more(tp_group, what):
     """A layer that has been called finds how many weights are kept changed, on one rank to another number."""
     layer = tpi.Linear(8, 8, parallel_mode="column", tp_group=tp_group)

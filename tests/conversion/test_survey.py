@@ -74,7 +74,7 @@ def test_all_that_cannot_be_honoured_in_one_error():
             "  plan['down']: no module has such a name",
             "  experts: style 'moe_identity_expert' is not supported (did you mean 'moe_tp_experts'?); supported are "
             + ", ".join(STYLES),
-            "  up: out_features=9 is not divisible by TP degree=2: it must be a multiple of 2, or the TP degree one of "
+            "  up: out_features=9 is not divisible by TP degree=2: it must be a multiple of 2. TP degrees that fit: "
             "3, 9",
             "  conv: style 'rowwise' needs an nn.Linear, not a Conv1d",
         ]

@@ -75,8 +75,10 @@ def test_gathered_gated_features_are_in_the_order_of_one_rank():
 def test_scatter_of_a_sequence_that_does_not_divide():
     def case(group):
         text = "of which sequence parallelism takes dim 1 for the sequence: its size 4 is not divisible by TP degree=3"
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=text) as caught:
             scatter_sequence(torch.zeros(3, 4, 2), group, 1)
+        for part in ("x on rank", "shape (3, 4, 2)", "multiple of 3", "set sequence_dim", "parallelize has converted"):
+            assert part in str(caught.value)
         return 1
 
     check_ranks(3, case)

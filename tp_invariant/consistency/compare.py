@@ -91,7 +91,9 @@ def compare(
     advice = [text for start, text in _ADVICE.items() if any(key.startswith(start) for key in first[:_SHOWN])]
     if name == "tp_group" and any(key.startswith("the shape of ") for key in found):
         advice.append("All ranks of tp_group must pass tensors of the same shape")
-        if "sequence_parallel" in facts or "sequence_dim" in facts or "the sequence_dim that is sharded" in facts:
+        sharded_dim = "the sequence_dim that is sharded"
+        sharded = facts.get("sequence_parallel", "sequence_dim" in facts) or facts.get(sharded_dim) is not None
+        if sharded or "sequence_parallel" in found or sharded_dim in found:  # the same on every rank
             advice.append("Under sequence_parallel the TP degree must divide the size of sequence_dim")
     rule = rule or _SAME_SETTINGS
     raise RuntimeError(f"the {group.size} ranks of {name} disagree: {' | '.join(parts)}. {'. '.join([rule, *advice])}")

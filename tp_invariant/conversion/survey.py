@@ -330,7 +330,7 @@ class Survey:
     def _divides(self, name: str, size_name: str, size: int, parts: int, stride: int = 1) -> None:
         if text := indivisible(size, parts, size_name=size_name, stride=stride):
             degrees = ", ".join(str(degree) for degree in range(2, 65) if not size % (degree * stride))
-            self._problem(name, text + (f", or the TP degree one of {degrees}" if degrees else ""))
+            self._problem(name, text + (f". TP degrees that fit: {degrees}" if degrees else ""))
 
     # --- one kind of module each
 

@@ -56,9 +56,9 @@ def check_sequence(shape: Sequence[int], dim: int, world: int, where: str) -> No
     if shape[dim] % world:
         raise ValueError(
             f"{where} has shape {tuple(shape)}, of which sequence parallelism takes dim {dim} for the sequence: its "
-            f"size {shape[dim]} is not divisible by TP degree={world}. Pad the sequence to a multiple of {world}; if "
-            "another dim is the sequence, set sequence_dim=.. of your layers and calls (0 by default; 1 for [batch, "
-            "sequence, features], as parallelize has it)"
+            f"size {shape[dim]} is not divisible by TP degree={world}. Pad the sequence to a multiple of {world}. "
+            "If another dim is the sequence, set sequence_dim=.. of this layer or call, which is 0 by default. In a "
+            "model that parallelize has converted it is 1 and cannot be set: pad there"
         )
 
 
