@@ -18,11 +18,22 @@ import tp_invariant as tpi
 from tp_invariant import testing
 
 
+_PRELOADED = [
+    "tp_invariant",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+]
+
+
 def on_new_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """fn(rank, world, *args) on new processes, which alone are in the default group: Megatron makes groups of it."""
     root = str(Path(__file__).parents[2])  # new processes import fn as tests.<..>, as pytest names it
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "path", [*sys.path, root]):
-        torch.multiprocessing.spawn(_on_rank, (fn, world, folder, args), nprocs=world)
+        # the server of new processes imports Megatron once, which takes seconds
+        torch.multiprocessing.set_forkserver_preload(_PRELOADED)
+        torch.multiprocessing.start_processes(_on_rank, (fn, world, folder, args), world, start_method="forkserver")
         return [torch.load(Path(folder, f"result{rank}"), weights_only=False) for rank in range(world)]
 
 
