@@ -168,7 +168,7 @@ def loss_of(model: Any, step: int = 0) -> torch.Tensor:
 
 def steps(
     tp: int, mode: bool, changes: dict[str, Any], tied: bool = False, local: bool = False, hybrid: bool = False,
-    distributed: bool = False, number: int = 3,
+    distributed: bool = False, number: int = 5,
 ) -> dict[str, Any]:  # fmt: skip
     """Steps of Megatron's DDP, finalize_model_grads and Adam: losses, gradients, logged norms, parameters.
 
