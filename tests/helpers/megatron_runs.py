@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 import tp_invariant as tpi
 from tp_invariant import testing
 
-
 _PRELOADED = [
     "tp_invariant",
     "megatron.core.distributed",
