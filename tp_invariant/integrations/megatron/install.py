@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel
 from torch import Tensor, nn
 
@@ -63,7 +64,12 @@ def _fused_in_module(original: Callable[..., None]) -> Callable[..., None]:
 def _of_models() -> list[tuple[str, str | None, str, Any]]:
     """(module, class in it or None, attribute, replacement) of what models are made of."""
     provider = spec.SpecProvider
-    names = ("column_parallel_linear", "row_parallel_linear", "layer_norm", "core_attention", "activation_func")
+    names = (
+        "column_parallel_linear", "row_parallel_linear", "fuse_layernorm_and_linear",
+        "column_parallel_layer_norm_linear", "layer_norm", "core_attention", "activation_func", "grouped_mlp_modules",
+    )  # fmt: skip
+    fused = ("fuse_layernorm_and_linear", "column_parallel_layer_norm_linear")
+    engine = "extensions.transformer_engine_spec_provider"  # Megatron imports it without Transformer Engine, too
     places: list[tuple[str, str | None, str, Any]] = [
         ("tensor_parallel", None, "ColumnParallelLinear", modules.ColumnParallelLinear),
         ("tensor_parallel", None, "VocabParallelEmbedding", modules.VocabParallelEmbedding),
@@ -71,11 +77,18 @@ def _of_models() -> list[tuple[str, str | None, str, Any]]:
         ("models.common.language_module.language_module", "LanguageModule", "compute_language_model_loss", _loss),
         ("transformer.transformer_block", None, "LayerNormImpl", modules.Norm),
         ("models.gpt.gpt_layer_specs", None, "LNImpl", modules.Norm),
-        *(("models.backends", "LocalSpecProvider", name, getattr(provider, name)) for name in names),
-        ("models.backends", "LocalSpecProvider", "grouped_mlp_modules", provider.grouped_mlp_modules),
+        *(
+            ("models.backends", "LocalSpecProvider", name, getattr(provider, name))
+            for name in names
+            if name not in fused
+        ),
+        # not grouped_mlp_modules, which Megatron calls when it is imported
+        *((engine, "TESpecProvider", name, getattr(provider, name)) for name in names[:-1]),
         ("transformer.mlp", "MLP", "__init__", _fused_in_module),
         ("models.gpt.gpt_model", "GPTModel", "__init__", _checked),
     ]
+    if hasattr(gpt_layer_specs, "TENorm"):  # the norm after the last layer
+        places.append(("models.gpt.gpt_layer_specs", None, "TENorm", modules.Norm))
     if HAS_HYBRID:
         places += [
             ("tokenizers.utils.build_tokenizer", None, "vocab_size_with_padding", _padded),
