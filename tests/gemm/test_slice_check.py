@@ -164,3 +164,8 @@ def test_large_products_are_cut():
 
     slice_check._try_slices(noted, (2048, 4096, 4096), torch.bfloat16, torch.device("cpu"), 4, False)
     assert shapes == [(128, 4096, 128), (1, 4096, 128), (32, 4096, 128), (128, 4096, 1), (128, 4096, 32)]
+
+
+def test_a_wrong_signature_is_refused_before_slices_are_tried():
+    with pytest.raises(TypeError, match="has no signature that Python can read: it must take"):
+        tpi.testing.assert_slice_invariant(torch.matmul)

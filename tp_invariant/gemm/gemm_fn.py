@@ -49,8 +49,8 @@ def set_default_gemm_fn(gemm_fn: GemmFn | None) -> None:
     _default = check_signature(gemm_fn)
 
 
-_WRAPPER = """it must take (a, b, *, bias=None, out_dtype=None). Wrap a product whose bits do not depend on the number \
-of rows and columns, as torch.matmul's do, in a Python function:
+_WRAPPER = """it must take (a, b, *, bias=None, out_dtype=None). Wrap a product of yours \
+in a Python function (not torch.matmul, whose bits depend on the number of rows and columns):
     def gemm_fn(a, b, *, bias=None, out_dtype=None):
         return my_product(a, b, bias, out_dtype or a.dtype)"""
 

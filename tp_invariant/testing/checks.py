@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..core.bits import assert_bitwise_equal, assert_leaves_equal, digest, leaves
 from ..core.mode import set_tp_invariant_mode
 from ..core.variables import SHARE_VARIABLE
-from ..gemm.gemm_fn import GemmFn, fault_of
+from ..gemm.gemm_fn import GemmFn, check_signature, fault_of
 from ..layers.parameters import named_shard_specs
 from .rank_pool import RankError, discard_pool, packed, pool_lock, shared_pool
 
@@ -219,9 +219,11 @@ def assert_slice_invariant(
         thorough: without `shapes`, try many slices of a product with K = 2048 too.
 
     Raises:
+        TypeError: gemm_fn does not take these arguments.
         AssertionError: names shape, dtype and the first slice that differs, or the error of the product; or says that
             out_dtype or bias is ignored.
     """
+    check_signature(gemm_fn)
     large = shapes is None
     shapes = (_THOROUGH if thorough else _SMALL) if shapes is None else shapes
     started = time.monotonic()
