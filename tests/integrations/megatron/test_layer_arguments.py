@@ -75,3 +75,37 @@ def refusals(rank: int, world: int) -> list[str]:
 
 def test_each_refused_argument_is_named() -> None:
     assert len(on_new_ranks(refusals, 1)[0]) == 10
+
+
+def zero_centered(rank: int, world: int, mode: bool) -> dict[str, Any]:
+    """A norm of weights about zero, alone and before a column-parallel layer, and the gradients of its weight."""
+    from tp_invariant.integrations import megatron
+
+    with on_degree(world, mode):
+        config = config_of(world, layernorm_zero_centered_gamma=True)
+        norm = megatron.Norm(config, 32)
+        assert not norm.weight.any()
+        options: dict[str, Any] = dict(config=config, init_method=torch.nn.init.normal_, gather_output=False)
+        fused = megatron.LayerNormColumnParallelLinear(32, 24, bias=False, skip_bias_add=False, **options)
+        draws = torch.Generator().manual_seed(1)
+        x, scale = (torch.randn(*shape, generator=draws) for shape in ((4, 2, 32), (32,)))
+        with torch.no_grad():
+            for weight in (norm.weight, fused.layer_norm_weight):
+                weight.add_(scale)
+        y = norm(x)
+        wanted = torch.nn.functional.rms_norm(x.double(), (32,), 1 + scale.double(), config.layernorm_epsilon)
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6)
+        z = fused(x)[0]
+        z.square().sum().backward()
+        whole = [torch.empty_like(z) for _ in range(world)]
+        torch.distributed.all_gather(whole, z.detach())
+        torch.testing.assert_close(z, y @ fused.weight.t(), rtol=1e-4, atol=1e-4)
+        gradient = fused.layer_norm_weight.grad
+        return {"norm": y.detach(), "columns": torch.cat(whole, -1), "gradient of the norm": gradient.clone()}
+
+
+def test_norms_of_weights_about_zero() -> None:
+    one = on_new_ranks(zero_centered, 1, True)[0]
+    for two in on_new_ranks(zero_centered, 2, True):
+        assert not differing(one, two)
+    assert differing(on_new_ranks(zero_centered, 1, False)[0], on_new_ranks(zero_centered, 2, False)[0])
