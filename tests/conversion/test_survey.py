@@ -140,7 +140,7 @@ def test_a_safe_attention_set_later_means_ours(name, monkeypatch):
 
 def test_twice():
     model = parallelize(hf_models.build("llama"), None)
-    assert "  lm_head: is a tp_invariant.Linear already: call parallelize once" in refusal(model)
+    assert "  lm_head: is a Linear already, a layer of this library: call parallelize once" in refusal(model)
 
 
 def test_no_plan():

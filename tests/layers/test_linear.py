@@ -513,7 +513,12 @@ def test_sizes_that_the_degree_does_not_divide():
             r"x of Linear\(8, 12, None\) on rank 0 has shape \(2, 7\): it must be \[\.\., 8\]",
         ),
         (torch.randn(8), {}, ValueError, r"x of .* on rank 0 has shape \(8,\)"),
-        (torch.randn(2, 8).bfloat16(), {}, TypeError, r"x of .* is torch.bfloat16 and its weight torch.float32"),
+        (
+            torch.randn(2, 8).bfloat16(),
+            {},
+            TypeError,
+            r"x of .* on rank 0 is torch.bfloat16, and its weight torch.float32",
+        ),
         (torch.randn(2, 8), dict(sequence_parallel=True, sequence_dim=1), ValueError, r"sequence_dim=1 is not a token"),
         (torch.randn(2, 8), dict(sequence_parallel=True, sequence_dim=-1), ValueError, r"sequence_dim=-1 is not a"),
     ],

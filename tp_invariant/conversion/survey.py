@@ -294,7 +294,9 @@ class Survey:
             self._experts(name, module)
         elif isinstance(module, ShardedModule):
             self._problem(
-                name, f"is a tp_invariant.{type(module).__name__} already: call parallelize once, on the whole model"
+                name,
+                f"is a {type(module).__name__} already, a layer of this library: call parallelize once, on the whole "
+                "model",
             )
         elif type(module) is nn.Linear or (part is not None and computes_as(module, nn.Linear)):
             self._linear(name, module, part or Part("replicate"))

@@ -104,7 +104,7 @@ def _along_sequence(fn: Callable[..., Tensor], name: str, x: Tensor, dim: int, g
     try:
         if not -x.dim() <= dim < x.dim():
             raise IndexError(f"sequence_dim={dim} is out of range on rank {group.rank}: x has {x.dim()} dims")
-        if fn is _scatter_sequence:
+        if fn is _scatter_sequence and x.shape[dim] % group.size:  # a compiler builds no text
             check_sequence(x.shape, dim, group.size, f"x on rank {group.rank}")
     except (IndexError, ValueError) as error:
         share_error(error, group, x.device, agreed)

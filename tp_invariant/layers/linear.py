@@ -475,10 +475,11 @@ class Linear(ShardedModule, nn.Linear):
         return f"{type(self).__name__}({self.in_features}, {self.out_features}, {self.parallel_mode!r})"
 
     @property
-    def _label(self) -> str:
-        """For errors of one rank: with the name in the model, if it is known."""
+    def _where(self) -> str:
+        """The input, the layer and the rank, for errors alone: a compiler would make a graph for each name."""
         name = getattr(self._parameters.get("weight"), "name_in_model", None)
-        return self._name if name is None else f"{name.rpartition('.')[0]}, a {self._name},"
+        layer = self._name if name is None else f"{name.rpartition('.')[0]}, a {self._name},"
+        return f"x of {layer} on rank {self.group.rank}"
 
     def _main_grad(self) -> MainGrad:
         if is_dtensor(self.weight):
@@ -534,8 +535,6 @@ class Linear(ShardedModule, nn.Linear):
 
     def _check_input(self, x: Tensor, weight: Tensor) -> None:
         features = local_of(self.weight).shape[1] if self.input_is_parallel else self.in_features
-        named, rank = f"x of {self._label}", f"on rank {self.group.rank}"
-        where = f"{named} {rank}"
         if x.dim() < 2 or x.shape[-1] != features:
             advice = ""
             if x.dim() > 1 and features < self.in_features == x.shape[-1]:
@@ -545,26 +544,26 @@ class Linear(ShardedModule, nn.Linear):
                 advice = ". If x is this rank's part, as a column-parallel layer returns it, set gather_output=True "
                 advice += "there (in a plan 'colwise_gather_output'), or make this layer row-parallel"
             raise ValueError(
-                f"{where} has shape {tuple(x.shape)}: it must be [.., {features}] with at least one token dim "
+                f"{self._where} has shape {tuple(x.shape)}: it must be [.., {features}] with at least one token dim "
                 f"(in_features={self.in_features}, TP degree {self.group.size}){advice}"
             )
         if x.dtype != weight.dtype:
             raise TypeError(
-                f"{named} is {x.dtype} and its weight {weight.dtype} {rank}: convert one of them, or use torch.autocast"
+                f"{self._where} is {x.dtype}, and its weight {weight.dtype}: convert one of them, or use torch.autocast"
             )
         if x.device != weight.device:
             advice = "call model.to_empty(device=..) and load or initialise the weights" if weight.is_meta else (
                 "move one of them"
             )  # fmt: skip
-            raise ValueError(f"{named} is on {x.device} and its weight on {weight.device} {rank}: {advice}")
+            raise ValueError(f"{self._where} is on {x.device}, and its weight on {weight.device}: {advice}")
         if self.sequence_parallel:
             if not 0 <= self.sequence_dim < x.dim() - 1:
                 raise ValueError(
                     f"sequence_dim={self.sequence_dim} is not a token dim of x with shape {tuple(x.shape)}: it must be "
                     f"from 0 to {x.dim() - 2}"
                 )
-            if self.parallel_mode == "row":
-                check_sequence(x.shape, self.sequence_dim, self.group.size, where)
+            if self.parallel_mode == "row" and x.shape[self.sequence_dim] % self.group.size:
+                check_sequence(x.shape, self.sequence_dim, self.group.size, self._where)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

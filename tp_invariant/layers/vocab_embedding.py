@@ -231,7 +231,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
                     f"sequence_dim={self.sequence_dim} is not a dim of ids with shape {tuple(ids.shape)} on rank "
                     f"{rank}: it must be from 0 to {ids.dim() - 1}"
                 )
-            check_sequence(ids.shape, self.sequence_dim, world, f"ids on rank {rank}")
+            if ids.shape[self.sequence_dim] % world:
+                check_sequence(ids.shape, self.sequence_dim, world, f"ids on rank {rank}")
         if invariant and self.weight.dtype not in BUNDLED_DTYPES:
             raise TypeError(
                 f"weight is {self.weight.dtype} on rank {rank}: with the mode on it must be one of "

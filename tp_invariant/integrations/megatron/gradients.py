@@ -65,7 +65,7 @@ def in_a_fixed_order(original: Callable[..., None]) -> Callable[..., None]:
     this rank alone.
     """
 
-    def start_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
+    def start_grad_sync(self: Any, *args: Any, **options: Any) -> None:
         config = self.ddp_config
         name = "data_parallel_group"
         if config.use_distributed_optimizer:
@@ -73,7 +73,7 @@ def in_a_fixed_order(original: Callable[..., None]) -> Callable[..., None]:
         replicas = getattr(self, name)
         many = replicas.size() * config.num_distributed_optimizer_instances
         if many <= 2 or not is_tp_invariant_mode_enabled():
-            return original(self, force_all_reduce)
+            return original(self, *args, **options)
         faults = [
             f"{field}={value}: set it to {wanted}"
             for field, wanted in (
@@ -88,7 +88,7 @@ def in_a_fixed_order(original: Callable[..., None]) -> Callable[..., None]:
             )
         try:
             setattr(self, name, parallel_state.get_context_parallel_group())
-            original(self, force_all_reduce=True)
+            original(self, True)  # of whole buckets
         finally:
             setattr(self, name, replicas)
         for bucket in self.buckets:
