@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -37,9 +38,11 @@ def files_of_a_second_call(tp_group, parallel_mode, sequence_parallel):
             elif event == "return" and active:
                 active.pop()
 
-        sys.setprofile(note)
-        layer(x)
-        sys.setprofile(None)
+        with mock.patch.dict(sys.modules):
+            sys.modules.pop("torch.distributed.fsdp", None)  # other tests' fully_shard, whose weights are looked up
+            sys.setprofile(note)
+            layer(x)
+            sys.setprofile(None)
     return entered, stacks
 
 
