@@ -152,7 +152,7 @@ def _whole_gradients_of(optimizer: Any) -> list[Tensor]:
         raise NotImplementedError(f"a distributed optimizer with {', '.join(refused)} is not supported: leave that out")
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
     group = resolve_group(optimizer.data_parallel_group)
-    for bucket in buckets if group.size > 1 else ():
+    for bucket in buckets if group.size == 2 else ():  # more ranks have whole sums already, by in_a_fixed_order
         work = start_all_gather(bucket.grad_data, bucket.grad_data.chunk(group.size)[group.rank], group)
         if work is not None:
             work.wait()
