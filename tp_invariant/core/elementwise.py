@@ -6,7 +6,6 @@ experts, and what runs inside `batch_invariant()` are computed in whole vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,31 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.elementwise import in_whole_vectors
-from .module_hooks import has_own_forward
 from .torch_private import DisableTorchFunction, function_modes, schema_of
-
-
-def has_known_forward(activation: Any) -> bool:
-    """Whether an activation has a forward of torch or transformers, and no tensors.
-
-    A class that derives from one of theirs may have another forward.
-    """
-    if not isinstance(activation, nn.Module) or has_own_forward(activation):
-        return False
-    known = type(activation).forward.__module__ in ("torch.nn.modules.activation", "transformers.activations")
-    return known and not any(True for _ in (*activation.parameters(), *activation.buffers()))
 
 
 class AroundLayers(TorchFunctionMode):
     """A mode that replaces functions which a model's code calls, and none that this library's layers call."""
-
-
-_NO_CONTEXT = nullcontext()
-
-
-def is_inside(kind: type[AroundLayers]) -> bool:
-    """Whether this thread is inside a mode of this kind."""
-    return any(type(mode) is kind for mode in function_modes())
 
 
 def inside_a_layer() -> AbstractContextManager[Any]:
@@ -50,21 +29,60 @@ def inside_a_layer() -> AbstractContextManager[Any]:
     return DisableTorchFunction()
 
 
-_OF_ONE_TENSOR = (
-    "sigmoid expit logsigmoid silu gelu tanh tanhshrink softplus elu celu selu mish glu softshrink exp exp2 expm1 log "
-    "log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh "
-    "arctanh erf erfc erfinv rsqrt lgamma gammaln digamma psi i0 i0e pow __pow__ __rpow__"
+_SHARED_NAMES = (
+    "sigmoid silu gelu tanh softplus elu celu selu mish glu softshrink exp exp2 expm1 log log2 log10 log1p sin cos tan "
+    "asin acos atan sinh cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma i0 pow"
 )
+_FUNCTIONS = "expit logsigmoid tanhshrink arcsin arccos arctan arcsinh arccosh arctanh gammaln psi i0e __pow__ __rpow__"
 # {a function of torch: the one that does the same and leaves its argument as it is}
-POSITION_DEPENDENT_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
+POSITION_DEPENDENT_FUNCTIONS: dict[Any, Any] = {
     function: getattr(place, name)
-    for name in _OF_ONE_TENSOR.split()
+    for name in f"{_SHARED_NAMES} {_FUNCTIONS}".split()
     for place in (torch, torch.special, F, Tensor)
-    if hasattr(place, name)
-    for function in (getattr(place, name), getattr(place, f"{name}_", None))
+    for function in (getattr(place, name, None), getattr(place, f"{name}_", None))
     if function is not None
 } | {Tensor.__ipow__: Tensor.__pow__}
+_NO_CONTEXT = nullcontext()
+_TARGETS = ("out", "grad_input")
 _POWERS = (torch.pow, Tensor.pow, Tensor.__pow__)
+
+
+def _on_cpu(*values: Any) -> bool:
+    return all(x.device.type == "cpu" and x.layout == torch.strided for x in values if isinstance(x, Tensor))
+
+
+def _in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any], written: Tensor | None = None) -> Tensor:
+    """function(*args, **kwargs) by `in_whole_vectors`, with torch's strides; in `written`, an argument, if any."""
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    shape = torch.broadcast_shapes(*(value.shape for key, value in tensors.items() if key not in _TARGETS))
+    for target in (value for key, value in tensors.items() if key in _TARGETS):
+        target.resize_(shape)
+    # A 0-dim tensor among others stays as it is, because type promotion depends on that.
+    tensors = {key: value for key, value in tensors.items() if value.dim() or not shape}
+
+    def call(*blocks: Tensor) -> Tensor:
+        given = values | dict(zip(tensors, blocks, strict=True))
+        return function(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
+
+    result = in_whole_vectors(call, *(value.expand(shape) for value in tensors.values()))
+    if written is not None:
+        return written.copy_(result)
+    like = next((value for value in tensors.values() if value.shape == shape), result)
+    return result if like.is_contiguous() else torch.empty_like(like, dtype=result.dtype).copy_(result)
+
+
+def _glu(glu: Any, *args: Any) -> Tensor:
+    """glu or its backward: an element of the result needs one of each half, so the halves are divided alike."""
+    *grad, x = (value for value in args if isinstance(value, Tensor))
+    dim = next((value for value in args if not isinstance(value, Tensor)), -1)
+    halves = x.chunk(2, dim) if -x.dim() <= dim < x.dim() and x.shape[dim] % 2 == 0 and x.numel() else ()
+    if not halves or any(dy.shape != halves[0].shape for dy in grad):
+        return glu(*args)  # torch's result of no elements, or its error
+    if not grad:
+        return in_whole_vectors(lambda *both: glu(torch.stack(both), 0)[0], *halves)
+    backward = [lambda dy, *both, i=i: glu(dy[None], torch.stack(both), 0)[i] for i in (0, 1)]
+    return torch.cat([in_whole_vectors(half, *grad, *halves) for half in backward], dim)
 
 
 def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -75,58 +93,41 @@ def call_in_whole_vectors(function: Any, args: tuple, kwargs: dict[str, Any]) ->
     Raises:
         ValueError: out= is given.
     """
-    (first, *rest), named = args or (kwargs.get("input"),), {n: v for n, v in kwargs.items() if n != "input"}
-    others = [*rest, *(value for name, value in named.items() if name != "out")]
-    if function is torch.pow and isinstance(first, (int, float)) and len(others) == 1:  # its exponent is the tensor
-        return call_in_whole_vectors(Tensor.__rpow__, (others[0], first), {})
-    plain = POSITION_DEPENDENT_FUNCTIONS[function]
-    dim = (rest[0] if rest else named.get("dim", -1)) if plain is F.glu else None
-    if (
-        type(first) not in (Tensor, nn.Parameter)
-        or first.device.type != "cpu"
-        or first.layout != torch.strided
-        or not first.numel()
-        or any(isinstance(value, Tensor) for value in others)
-        or (plain in _POWERS and others in ([2], [3]))
-        or (dim is not None and first.shape[dim] % 2)
-    ):
+    plain, inplace = POSITION_DEPENDENT_FUNCTIONS[function], kwargs.get("inplace", False)
+    named = {name: value for name, value in kwargs.items() if name not in ("out", "inplace")}
+    values = (*args, *named.values())
+    tensors: list[Any] = [value for value in values if isinstance(value, Tensor)]
+    x, *others = tensors or [None]
+    is_product = plain in _POWERS and not others and values[0] is x and values[1:] in ((2,), (3,))
+    if others or is_product or type(x) not in (Tensor, nn.Parameter) or not (_on_cpu(x) and x.numel()):
         return function(*args, **kwargs)
-    if named.get("out") is not None:
+    if kwargs.get("out") is not None:
         raise ValueError(
             f"{function.__name__}(.., out=) in a module that calls tensor-parallel layers is not supported on a CPU "
             "with the TP-invariant mode on: leave out= away"
         )
-    in_place = plain is not function or named.pop("inplace", False)
-    if rest and rest[-1] is True and function.__module__ == F.__name__:  # `inplace`, the last parameter there
-        rest, in_place = rest[:-1], True
+    if args[1:] and args[-1] is True and function.__module__ == F.__name__:  # `inplace`, the last parameter there
+        args, inplace = args[:-1], True
     with inside_a_layer():
-        if dim is not None:
-            return in_whole_vectors(lambda a, b: F.glu(torch.stack((a, b)), 0)[0], *first.chunk(2, dim))
-        x = first.clone() if in_place else first  # which backward may need
-        compiling, order = torch.compiler.is_compiling(), list(range(x.dim()))
-        if not compiling:  # a compiler picks strides itself
-            strides = torch.empty_like(x, device="meta").stride()  # of torch's result
-            order.sort(key=lambda d: (-strides[d], d))
-        result = in_whole_vectors(lambda block: plain(block, *rest, **named), x.permute(order))
-        result = result.permute(sorted(range(x.dim()), key=order.__getitem__))
-        if in_place and not compiling and not torch.can_cast(result.dtype, first.dtype):
-            return function(*args, **kwargs)  # torch's error
-        return first.copy_(result) if in_place else result
+        if function is F.glu:
+            return _glu(F.glu, *values)
+        result = _in_whole_vectors(plain, args, named)
+        if not inplace and plain is function:
+            return result
+        return x.copy_(result) if result.dtype == x.dtype else function(*args, **kwargs)  # torch's error
 
 
 # --- aten's own -----------------------------------------------------------------------------------------------------
 
-_NAMES = (
-    "sigmoid silu gelu tanh softplus elu celu selu mish sigmoid_backward silu_backward gelu_backward tanh_backward "
-    "softplus_backward elu_backward mish_backward exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
-    "cosh asinh acosh atanh erf erfc erfinv rsqrt lgamma digamma polygamma igamma igammac i0 special_i0e pow atan2 "
-    "logaddexp logaddexp2 xlogy softshrink softshrink_backward glu glu_backward ldexp hypot add sub rsub"
+_SUMS = ("add", "sub", "rsub")
+_OPERATORS = (
+    "sigmoid_backward silu_backward gelu_backward tanh_backward softplus_backward elu_backward mish_backward "
+    "softshrink_backward glu_backward polygamma igamma igammac special_i0e atan2 logaddexp logaddexp2 xlogy ldexp hypot"
 )
-_WITH_ALPHA = ("aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::rsub")
 # Overloads whose CPU kernel gave an element different bits at different positions in a test, and related overloads.
 POSITION_DEPENDENT: frozenset[Any] = frozenset(
     op
-    for name in _NAMES.split()
+    for name in (*_SHARED_NAMES.split(), *_OPERATORS.split(), *_SUMS)
     for packet in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_", None))
     if packet is not None
     for op in (getattr(packet, overload) for overload in packet.overloads())
@@ -137,57 +138,13 @@ POSITION_DEPENDENT: frozenset[Any] = frozenset(
 def position_invariant(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """func(*args, **kwargs) of POSITION_DEPENDENT, below autograd; on a CPU by `in_whole_vectors`.
 
-    Also with out= and in place. An add, sub or rsub depends on the position only with a factor: with alpha = 1, the
-    usual case, torch computes it.
+    With alpha = 1, the usual case, torch computes an add, sub or rsub: it goes by the position with a factor alone.
     """
-    name = schema_of(func).name
-    target = next((key for key in ("out", "grad_input") if kwargs.get(key) is not None), None)
-    named = {key: value for key, value in kwargs.items() if key != target}
-    tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
-    if name in ("aten::glu", "aten::glu_backward"):
-        return _glu(func, *args, **kwargs)
-    if any(t.device.type != "cpu" or t.layout != torch.strided for t in tensors) or (
-        name in _WITH_ALPHA and (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1
-    ):
+    name = schema_of(func).name.removeprefix("aten::")
+    factor = (args[2] if len(args) > 2 else kwargs.get("alpha", 1)) if name.rstrip("_") in _SUMS else None
+    if factor == 1 or not _on_cpu(*args, *kwargs.values()):
         return func(*args, **kwargs)
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    if not shape.numel():
-        return func(*args, **kwargs)
-    # A 0-dim tensor among others stays as it is, because type promotion depends on that.
-    cut = [t for t in tensors if t.dim() or not shape]
-
-    def call(*blocks: Tensor) -> Tensor:
-        others = iter(blocks)
-
-        def block_of(value: Any) -> Any:
-            return next(others) if isinstance(value, Tensor) and (value.dim() or not shape) else value
-
-        into = {} if target is None else {target: kwargs[target].new_empty(0)}
-        return func(*map(block_of, args), **{key: block_of(value) for key, value in named.items()}, **into)
-
-    result = in_whole_vectors(call, *(t.expand(shape) for t in cut))
-    if name.endswith("_"):
-        return args[0].copy_(result)
-    if target is not None:
-        out = kwargs[target]
-        return (out if out.shape == shape else out.resize_(shape)).copy_(result)  # torch warns unless it is empty
-    like = next((t for t in tensors if t.shape == shape), result)
-    return result if like.is_contiguous() else torch.empty_like(like, dtype=result.dtype).copy_(result)
-
-
-def _glu(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """glu or its backward: an element of the result needs one of each half, so the halves are divided alike."""
-    named = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
-    x, dim, grad = named["self"], named.get("dim", -1), named.get("grad_output")
-    odd = not -x.dim() <= dim < x.dim() or x.shape[dim] % 2 or not x.numel()
-    if odd or x.device.type != "cpu" or x.layout != torch.strided or {"out", "grad_input"} & set(kwargs):
-        return func(*args, **kwargs)
-    halves = x.chunk(2, dim)
-    if grad is None:
-        return in_whole_vectors(lambda *both: func(torch.stack(both), 0)[0], *halves)
-    if grad.shape != halves[0].shape:
-        return func(*args, **kwargs)  # torch's error
-    parts = [
-        in_whole_vectors(lambda dy, *both, i=i: func(dy[None], torch.stack(both), 0)[i], grad, *halves) for i in (0, 1)
-    ]
-    return torch.cat(parts, dim)
+    if name in ("glu", "glu_backward"):
+        return func(*args, **kwargs) if kwargs else _glu(func, *args)
+    written = args[0] if name.endswith("_") else next((kwargs[key] for key in _TARGETS if key in kwargs), None)
+    return _in_whole_vectors(func, args, kwargs, written)

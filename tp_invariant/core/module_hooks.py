@@ -1,11 +1,12 @@
 """Hooks of modules under keys that are the same in every layer, so that equal layers share one compiled graph.
 
-And whether a module has a forward that its class has not.
+And whether a module has a forward of its own, or one that is known.
 """
 
 from __future__ import annotations
 
 from types import MethodType
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -38,3 +39,14 @@ def has_own_forward(module: nn.Module) -> bool:
     """
     own = vars(module).get("forward")
     return own is not None and own != MethodType(type(module).forward, module)
+
+
+def has_known_forward(activation: Any) -> bool:
+    """Whether an activation has a forward of torch or transformers, and no tensors.
+
+    A class that derives from one of theirs may have another forward.
+    """
+    if not isinstance(activation, nn.Module) or has_own_forward(activation):
+        return False
+    known = type(activation).forward.__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    return known and not any(True for _ in (*activation.parameters(), *activation.buffers()))

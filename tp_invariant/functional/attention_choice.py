@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core.dtensors import as_dtensor, is_dtensor
-from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundLayers, call_in_whole_vectors, is_inside
+from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundLayers, call_in_whole_vectors
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
-from ..core.torch_private import forward_pre_hooks_of
+from ..core.torch_private import forward_pre_hooks_of, function_modes
 from .attention import attention
 from .attention_checks import check_mask, in_autocasts_dtype
 
@@ -225,7 +225,7 @@ class SafeSdpa:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_tp_invariant_mode_enabled():
-            mode = None if is_inside(_Reroute) else _Reroute(self._check_mask)
+            mode = None if any(type(mode) is _Reroute for mode in function_modes()) else _Reroute(self._check_mask)
             self._entered.append(mode)
             if mode is not None:
                 mode.__enter__()

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..core.autocast import autocast_dtype
-from ..core.elementwise import AroundLayers, has_known_forward
+from ..core.elementwise import AroundLayers
 from ..core.layout import indivisible
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..core.module_hooks import with_key
+from ..core.module_hooks import has_known_forward, with_key
 from ..functional import stock
 from ..functional.linear import LinearCall, replicated_linear
 from ..functional.routing import top_k

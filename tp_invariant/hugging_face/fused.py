@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from ..core.bits import raw_bytes
 from ..core.derived_class import derived_class
-from ..core.elementwise import has_known_forward, inside_a_layer
+from ..core.elementwise import inside_a_layer
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
+from ..core.module_hooks import has_known_forward
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 from ..functional.gated import ACTIVATIONS, Activation, gated_activation
 from ..functional.rotary_embedding import rotary_embedding
