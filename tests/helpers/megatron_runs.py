@@ -141,11 +141,13 @@ def on_degree(tp: int, mode: bool = True, install: bool = True, **degrees: int) 
         yield
 
 
-def model_of(config: Any, tied: bool = False, local: bool = False, hybrid: bool = False, **stage: Any) -> Any:
+def model_of(
+    config: Any, tied: bool = False, local: bool = False, hybrid: bool = False, position: str = "rope", **stage: Any
+) -> Any:
     """A model of 96 ids: of Megatron's own layers (local), or what install() makes of it."""
     from tp_invariant.integrations import megatron
 
-    options = dict(position_embedding_type="rope", share_embeddings_and_output_weights=tied, **stage)
+    options = dict(position_embedding_type=position, share_embeddings_and_output_weights=tied, **stage)
     if hybrid:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,19 +47,65 @@ def test_the_padded_vocabulary_does_not_depend_on_the_degree() -> None:
     from tp_invariant.integrations import megatron
 
     assert {megatron.padded_vocab_size(50257, 128, tp) for tp in (1, 2, 4, 8)} == {50304}
-    if megatron.versions.HAS_HYBRID:
-        from megatron.core.tokenizers.utils import build_tokenizer
-
-        for tp in (1, 4):
-            args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=tp, rank=1)
-            megatron.install()
-            try:
-                assert build_tokenizer.vocab_size_with_padding(50257, args) == 50304
-            finally:
-                megatron.uninstall()
-        assert build_tokenizer.vocab_size_with_padding(50257, args) == 50688  # Megatron's own at TP=4
     with pytest.raises(ValueError, match="tensor_model_parallel_size=3"):
         megatron.padded_vocab_size(50257, 128, 3)
+
+
+def _tokenizers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module in which the tokenizer's vocabulary is padded: of 0.16 a stand-in, for its package has none."""
+    from tp_invariant.integrations import megatron
+
+    if megatron.versions.HAS_HYBRID:
+        return importlib.import_module("megatron.core.tokenizers.utils.build_tokenizer")
+    stand_in = ModuleType("megatron.training.tokenizer.tokenizer")
+    stand_in._vocab_size_with_padding = lambda size, args: (
+        -(-size // (128 * args.tensor_model_parallel_size)) * (128 * args.tensor_model_parallel_size)
+    )
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    return stand_in
+
+
+def test_the_vocabulary_of_a_tokenizer_is_padded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tp_invariant.integrations import megatron
+
+    module = _tokenizers(monkeypatch)
+    name = "vocab_size_with_padding" if megatron.versions.HAS_HYBRID else "_vocab_size_with_padding"
+    args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=4, rank=1)
+    megatron.install()
+    try:
+        assert getattr(module, name)(50257, args) == 50304
+    finally:
+        megatron.uninstall()
+    assert getattr(module, name)(50257, args) == 50688  # Megatron's own at TP=4
+
+
+@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+def test_model_builders_pad_the_vocabulary_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPTModelConfig(should_pad_vocab=True): the size and the stack that the builder gives its model."""
+    builders = pytest.importorskip(f"megatron.training.models.{kind}", reason="0.19 has it")
+
+    from tp_invariant.integrations import megatron
+
+    built: list[dict[str, Any]] = []
+    names = {"gpt": ("GPTModel", "GPTModelConfig", "GPTModelBuilder")}
+    model, config, builder = names.get(kind, ("HybridModel", "HybridModelConfig", "HybridModelBuilder"))
+    monkeypatch.setattr(builders, model, lambda **options: built.append(options))
+    options: dict[str, Any] = dict(vocab_size=50257, should_pad_vocab=True)
+    options |= {"transformer_layer_spec": megatron.gpt_layer_spec()} if kind == "gpt" else {}
+    groups = SimpleNamespace(pp=None)
+    for tp in (1, 4):
+        description = getattr(builders, config)(transformer=config_of(tp), **options)
+        megatron.install()
+        try:
+            getattr(builders, builder)(description).build_model(groups, pre_process=True, post_process=True)
+        finally:
+            megatron.uninstall()
+        assert built[-1]["vocab_size"] == 50304
+    if kind == "hybrid":
+        assert "tp_invariant" in str(built[-1]["hybrid_stack_spec"])
+    getattr(builders, builder)(description).build_model(groups, pre_process=True, post_process=True)
+    assert built[-1]["vocab_size"] == 50688
+    assert "hybrid_stack_spec" not in built[-1] or "tp_invariant" not in str(built[-1]["hybrid_stack_spec"])
 
 
 def test_an_unknown_version_is_refused_by_name(monkeypatch: Any) -> None:
@@ -92,18 +140,3 @@ def test_packed_sequences_have_the_bytes_of_each_alone() -> None:
     for start, end in ((0, 5), (5, 12)):
         alone = layer(*(x[start:end].unsqueeze(1) for x in (q, k, v)))
         assert_bitwise_equal(together[start:end], alone.squeeze(1))
-
-
-def test_a_mask_that_hides_more_than_a_causal_layer_does_is_refused() -> None:
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from tp_invariant.integrations import megatron
-
-    layer = megatron.CoreAttention(config_of(1), 1, AttnMaskType.causal, "self")
-    q, k, v = torch.randn(3, 4, 1, 8, 4)
-    layer(q, k, v, torch.ones(4, 4, dtype=torch.bool).triu(1)[None, None])
-    layer = megatron.CoreAttention(config_of(1), 1, AttnMaskType.causal, "self")
-    documents = torch.ones(4, 4, dtype=torch.bool).triu(1)[None, None]
-    documents[..., 2:, :2] = True
-    with pytest.raises(ValueError, match="reset-attention-mask"):
-        layer(q, k, v, documents)

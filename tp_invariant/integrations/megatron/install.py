@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
@@ -36,14 +36,22 @@ def _padded(orig_vocab_size: int, args: Any, logging_enabled: bool = True) -> in
     return padded_vocab_size(orig_vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
 
 
+def _padded_by_builder(
+    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int, logging_enabled: bool = True
+) -> int:
+    """Megatron's calculate_padded_vocab_size, at every degree the same."""
+    return padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tensor_model_parallel_size)
+
+
 def _checked(original: Callable[..., None]) -> Callable[..., None]:
-    """A model's constructor, with the checks of its configuration before and of its modules after."""
+    """A model's constructor, with the checks of its configuration before, and of its modules and masks after."""
 
     @functools.wraps(original)
     def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         check_config(config)
         original(self, config, *args, **kwargs)
         check_model(self)
+        self.register_forward_pre_hook(modules.without_causal_mask, with_kwargs=True)
 
     return construct
 
@@ -119,9 +127,26 @@ _WRAPPERS = (
 )  # fmt: skip
 
 
+def _of_megatron_training() -> Iterator[tuple[str, str | None, str, Any]]:
+    """The same of megatron.training, where it is installed: what pads vocabularies, and names that it has imported."""
+    models = "megatron.training.models."
+    places: list[tuple[str, str, Any]] = [
+        ("megatron.training.tokenizer.tokenizer", "_vocab_size_with_padding", _padded),  # 0.16
+        ("megatron.training.vocab_utils", "calculate_padded_vocab_size", _padded_by_builder),
+        (models + "gpt", "calculate_padded_vocab_size", _padded_by_builder),
+        (models + "hybrid", "calculate_padded_vocab_size", _padded_by_builder),
+    ]
+    if HAS_HYBRID:
+        places.append((models + "hybrid", "default_hybrid_stack_spec", spec.hybrid_stack_spec()))
+    for module, name, new in places:
+        with suppress(ImportError):
+            if hasattr(importlib.import_module(module), name):
+                yield module, None, name, new
+
+
 def _replace(places: list[tuple[str, str | None, str, Any]], former: list[tuple[Any, str, Any]]) -> None:
     for module, cls, name, new in places:
-        owner: Any = importlib.import_module(_CORE + module)
+        owner: Any = importlib.import_module(module if module.startswith("megatron.") else _CORE + module)
         owner = owner if cls is None else getattr(owner, cls)
         old = vars(owner)[name]
         former.append((owner, name, old))
@@ -148,7 +173,7 @@ def install(*, models: bool = True) -> list[str]:
     """
     places = [] if _former else _of_training()
     if models and not _are_models_replaced():
-        places += _of_models()
+        places += [*_of_models(), *_of_megatron_training()]
     try:
         _replace(places, _former)
     except Exception:

@@ -32,6 +32,7 @@ from ...layers.vocab_embedding import VocabParallelEmbedding as _Embedding
 
 # {an activation of Megatron's configuration: its name in this library, for gated layers}
 GATED: dict[Any, Activation] = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
+_CAUSAL = {"causal", "padding_causal", "causal_bottom_right"}  # names of AttnMaskType
 
 
 def _group(tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -417,13 +418,11 @@ class QKNorm(Norm):
 class CoreAttention(nn.Module):
     """Attention of this rank's heads: q [s, b, h/P, D], k and v [s, b, kv/P, D] -> [s, b, (h/P) D].
 
-    Packed sequences (qkv_format "thd"): [t, h/P, D] -> [t, (h/P) D]. As in Transformer Engine, attn_mask_type "causal"
-    leaves attention_mask unused; Megatron's loaders make one that says the same. "arbitrary" and the padding masks use
-    it: True hides a key.
+    Packed sequences (qkv_format "thd"): [t, h/P, D] -> [t, (h/P) D]; they leave attention_mask unused. Else
+    attention_mask, where it is True, hides a key besides those that attn_mask_type hides; "no_mask" leaves it unused.
 
     Raises:
-        ValueError: dropout, context parallelism, another softmax_type than "vanilla", an attention_bias, or a mask that
-            hides more than the later tokens where attn_mask_type is causal.
+        ValueError: dropout, context parallelism, another softmax_type than "vanilla", or an attention_bias.
     """
 
     def __init__(
@@ -447,7 +446,6 @@ class CoreAttention(nn.Module):
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.softmax_scale = softmax_scale
         self.window = _window(config, self.layer_number)
-        self._masks_compared = False
 
     def forward(
         self,
@@ -462,7 +460,7 @@ class CoreAttention(nn.Module):
         """As the class says."""
         _refuse("CoreAttention", attention_bias=attention_bias)
         kind = attn_mask_type or self.attn_mask_type
-        causal = kind.name in ("causal", "padding_causal", "causal_bottom_right")
+        causal = kind.name in _CAUSAL
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         options: dict[str, Any] = dict(causal=causal, scale=self.softmax_scale, window=self.window if causal else None)
         if packed:
@@ -470,25 +468,45 @@ class CoreAttention(nn.Module):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         else:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            if kind.name in ("padding", "padding_causal", "arbitrary") and attention_mask is not None:
+            if attention_mask is not None and kind.name != "no_mask":
                 options["mask"] = ~attention_mask
-            elif causal and attention_mask is not None and not self._masks_compared:
-                self._compare(attention_mask)
         y = attention(q, k, v, **options)
         return y.squeeze(0).transpose(0, 1).flatten(1) if packed else y.permute(2, 0, 1, 3).flatten(2)
 
-    def _compare(self, mask: Tensor) -> None:
-        """Raises: ValueError: the first mask of a causal layer hides more than the later tokens."""
-        later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(
-            1 + mask.shape[-1] - mask.shape[-2]
+
+def without_causal_mask(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of a model with causal layers: None in place of an attention_mask that is the causal one.
+
+    Megatron's loaders make one in each batch, and attention is faster without. Other masks stay, with the values of
+    Megatron's local layers. It waits for the GPU, so a captured CUDA graph keeps every mask.
+
+    Raises:
+        ValueError: the mask does not hide a later token, or hides all tokens from one: causal layers would have other
+            values than Megatron's local ones.
+    """
+    mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
+    kinds = {m.attn_mask_type.name for m in model.modules() if isinstance(m, CoreAttention)}
+    if mask is None or kwargs.get("packed_seq_params") is not None or not kinds <= _CAUSAL:
+        return None
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    ids, keys = args[0] if args else kwargs.get("input_ids"), mask.shape[-1]
+    queries = mask.shape[-2] if ids is None else ids.shape[-1]
+    later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1 + keys - queries)
+    facts = (later & ~mask).any(), mask.all(-1).any(), (mask & ~later).any()
+    shows, all_hidden, hides_more = torch.stack(facts).tolist()
+    if shows or all_hidden:
+        what = "does not hide later tokens" if shows else "hides every token from one"
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} {what}, and attn_mask_type is causal: a mask is True where a token is "
+            "hidden. Hide all later tokens and no token from itself, leave attention_mask out, or give "
+            "attn_mask_type=AttnMaskType.arbitrary in the layer's spec"
         )
-        if bool((mask.bool() & ~later).any()):
-            raise ValueError(
-                f"attention_mask of layer {self.layer_number} hides more than the later tokens, and attn_mask_type is "
-                "causal, which does not use it: leave out --reset-attention-mask, pack the sequences "
-                "(packed_seq_params), or give attn_mask_type=AttnMaskType.arbitrary in the layer's spec"
-            )
-        self._masks_compared = True
+    if hides_more:
+        return None
+    if len(args) > 2:
+        return (*args[:2], None, *args[3:]), kwargs
+    return args, kwargs | {"attention_mask": None}
 
 
 def _window(config: Any, layer_number: int) -> int | None:
