@@ -56,6 +56,7 @@ from .tiles import (
     rows_of,
     seen,
     sequence,
+    sequence_of_keys,
     taken,
     taken_head_dim,
     tile_for,
@@ -75,16 +76,17 @@ _MAX_SCRATCH = 2**28  # bytes
 def _attend(
     q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
     before, before_largest, before_total, acc, largest, total,
-    low, high, keys, window, score_factor, factor, inverse_cap,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr,
+    low, high, keys, dropped, window, score_factor, factor, inverse_cap,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr, PACKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
     MATRIX_UNIT: tl.constexpr, CLIPPED: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
     the current chunk. With FOLDS they are folded into those of the chunks before whenever a new chunk begins.
 
-    One loop covers all chunks, so that loads continue while a chunk is folded. MASKED: rows of v past the last key are
-    set to zero in registers, so v is loaded without a pipeline, which would need more shared memory.
+    One loop covers all chunks, so that loads continue while a chunk is folded. MASKED: rows of v before the first key
+    and past the last are set to zero in registers, so v is loaded without a pipeline, which would need more shared
+    memory.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         k = load_tokens(k_desc, row_k + start, column_k, 0, BLOCK_K, q.shape[1], CLIPPED)
@@ -108,7 +110,10 @@ def _attend(
             key = start + tl.arange(0, BLOCK_K)
             see = seen(position[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
             scores = tl.where(see, scores, float("-inf"))
-            v = tl.where((key < keys)[:, None], v, 0.0)  # rows of other data: 0 times Inf is NaN
+            there = key < keys
+            if PACKED == 2:
+                there = there & (key >= dropped)
+            v = tl.where(there[:, None], v, 0.0)  # rows of other data: 0 times Inf is NaN
         new = tl.maximum(largest, tl.max(scores, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)
         if MATRIX == 2:
@@ -154,7 +159,7 @@ def _forward_kernel(
     v_offset = tl.program_id(1) * V_COLUMNS
     kv_head = head if SHARED > 1 else head // groups
     start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
-    start_k, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
+    start_k, keys, dropped = sequence_of_keys(cu_k_ptr, index, tokens_k, PACKED)
     batch = index * (0 if PACKED else 1)
     rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     if tile * BLOCK_Q >= queries * SHARED:
@@ -201,20 +206,23 @@ def _forward_kernel(
         before, before_largest, before_total, acc, largest, total = _attend(
             q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
             before, before_largest, before_total, acc, largest, total,
-            low, clear, keys, window, score_factor, factor, inverse_cap,
-            CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
+            low, clear, keys, dropped, window, score_factor, factor, inverse_cap,
+            CHUNK, BLOCK_K, True, not SPLIT, PACKED, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT,
+            SIZE != HEAD_DIM,
         )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
         q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
         before, before_largest, before_total, acc, largest, total,
-        clear, full, keys, window, score_factor, factor, inverse_cap,
-        CHUNK, BLOCK_K, False, not SPLIT, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
+        clear, full, keys, dropped, window, score_factor, factor, inverse_cap,
+        CHUNK, BLOCK_K, False, not SPLIT, PACKED, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
+        SIZE != HEAD_DIM,
     )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
         q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
         before, before_largest, before_total, acc, largest, total,
-        full, high, keys, window, score_factor, factor, inverse_cap,
-        CHUNK, BLOCK_K, True, not SPLIT, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT, SIZE != HEAD_DIM,
+        full, high, keys, dropped, window, score_factor, factor, inverse_cap,
+        CHUNK, BLOCK_K, True, not SPLIT, PACKED, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT,
+        SIZE != HEAD_DIM,
     )  # fmt: skip
 
     columns = v_offset + tl.arange(0, V_COLUMNS)

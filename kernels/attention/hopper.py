@@ -82,13 +82,13 @@ def _arrived(ring, full, number, BUFFERS: gl.constexpr, BLOCK_K: gl.constexpr, H
 
 
 @gluon.jit
-def _clear_rows(block, there, BLOCK_K: gl.constexpr, LOADED: gl.constexpr):
-    """Sets a block's rows from `there` on to zero: they hold other data, and 0 times Inf is NaN."""
+def _clear_rows(block, first, there, BLOCK_K: gl.constexpr, LOADED: gl.constexpr):
+    """Sets a block's rows before `first` and from `there` on to zero: they hold other data, and 0 times Inf is NaN."""
     PIECE: gl.constexpr = 32  # registers are few
     for s in gl.static_range(BLOCK_K // PIECE):
         piece = block.slice(s * PIECE, PIECE)
         row = s * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(1, LOADED))
-        piece.store(gl.where((row < there)[:, None], piece.load(LOADED), 0.0))
+        piece.store(gl.where(((row >= first) & (row < there))[:, None], piece.load(LOADED), 0.0))
     fence_async_shared()
 
 
@@ -122,7 +122,13 @@ def forward_kernel(
     tile = tiles - 1 - tile  # under a causal mask the last tile has the most work
     kv_head = head // groups
     start_q, queries = _sequence(cu_q_ptr, index, tokens_q, PACKED)
-    start_k, keys = _sequence(cu_k_ptr, index, tokens_k, PACKED)
+    if PACKED == 2:  # tiles.sequence_of_keys
+        start_k = gl.load(cu_k_ptr + 2 * index)
+        dropped = gl.load(cu_k_ptr + 2 * index + 1)
+        keys = gl.load(cu_k_ptr + 2 * index + 2) - start_k + dropped
+        start_k -= dropped
+    else:
+        start_k, keys = _sequence(cu_k_ptr, index, tokens_k, PACKED)
     batch = index * (0 if PACKED else 1)
     if tile * BLOCK_Q >= queries:
         return
@@ -222,8 +228,12 @@ def forward_kernel(
             largest = new
             weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, WIDE, 2))
             v = _arrived(v_ring, v_full, i, V_BUFFERS, BLOCK_K, HEAD_DIM)
-            if start + BLOCK_K > keys:
-                _clear_rows(v, keys - start, BLOCK_K, LOADED)
+            if PACKED == 2:
+                if (start + BLOCK_K > keys) | (start < dropped):
+                    _clear_rows(v, dropped - start, keys - start, BLOCK_K, LOADED)
+            else:
+                if start + BLOCK_K > keys:
+                    _clear_rows(v, 0, keys - start, BLOCK_K, LOADED)
             acc = warpgroup_mma(weights, v, acc * _along(decay, WIDE))
             if K_BUFFERS > 1:
                 ahead = i + K_BUFFERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import biased_exponent, key_phases, sequence
+from .tiles import biased_exponent, key_phases, sequence, sequence_of_keys
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def merge_kernel(
     head = pair % heads
     index = pair // heads
     start_q, queries = sequence(cu_q_ptr, index, tokens_q, PACKED)
-    _, keys = sequence(cu_k_ptr, index, tokens_k, PACKED)
+    _, keys, _ = sequence_of_keys(cu_k_ptr, index, tokens_k, PACKED)
     query = row // SHARED
     position = keys - queries + query
     low, _, _, high = key_phases(position, position, keys, window, BLOCK_K, CAUSAL, WINDOW)

@@ -18,6 +18,7 @@ A sink is one more score, without a value, after the last block. A mask changes 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -44,14 +45,14 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 # --- what meets what ------------------------------------------------------------------------------------------------
 
 
-def _sequences(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Iterator[tuple[slice, slice]]:
-    """The queries and keys of each sequence."""
+def _sequences(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Iterator[tuple[slice, slice, int]]:
+    """The queries and keys of each sequence, and how many of the first chunk's keys were dropped."""
     if lengths is None:
-        yield slice(0, q.shape[2]), slice(0, k.shape[2])
+        yield slice(0, q.shape[2]), slice(0, k.shape[2]), 0
         return
-    cu_q, cu_k = lengths.cu_q.tolist(), lengths.cu_k.tolist()
-    for n in range(len(cu_q) - 1):
-        yield slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+    cu_q, starts = lengths.cu_q.tolist(), lengths.cu_k.view(len(lengths.cu_q), -1).tolist()
+    for n, ((begin, *dropped), (end, *_)) in enumerate(itertools.pairwise(starts)):
+        yield slice(cu_q[n], cu_q[n + 1]), slice(begin, end), sum(dropped)
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
@@ -91,9 +92,9 @@ def _by_key_head(x: Tensor, groups: int) -> Tensor:
     return rearrange(x.float(), "b (kv groups) s d -> (b kv) s groups d", groups=groups).contiguous()
 
 
-def _padded_keys(x: Tensor) -> Tensor:
-    """[B, kv, S, D] -> fp32 [B * kv, S in whole blocks, D]."""
-    return F.pad(x.flatten(0, 1).float(), (0, 0, 0, -x.shape[2] % KEY_BLOCK))
+def _padded_keys(x: Tensor, dropped: int = 0) -> Tensor:
+    """[B, kv, S, D] -> fp32 [B * kv, dropped keys and S in whole blocks, D]."""
+    return F.pad(x.flatten(0, 1).float(), (0, 0, dropped, -(dropped + x.shape[2]) % KEY_BLOCK))
 
 
 def _per_head(a: Tensor, b: Tensor) -> Tensor:
@@ -155,9 +156,9 @@ def forward(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     of_heads = None if sinks is None else sinks.repeat(q.shape[0]).view(-1, groups)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for queries, keys in _sequences(q, k, lengths):
-            rows, count = _by_key_head(q[:, :, queries], groups), keys.stop - keys.start
-            padded_k, padded_v = (_padded_keys(x[:, :, keys]) for x in (k, v))
+        for queries, keys, dropped in _sequences(q, k, lengths):
+            rows, count = _by_key_head(q[:, :, queries], groups), dropped + keys.stop - keys.start
+            padded_k, padded_v = (_padded_keys(x[:, :, keys], dropped) for x in (k, v))
             for heads in _chunks(rows):
                 own = None if of_heads is None else of_heads[heads]
                 matrix = functools.partial(_matrix, mask, heads, groups)
@@ -219,7 +220,7 @@ def backward(
     dmask = None if mask is None or not mask_grad else torch.zeros(mask.shape, device=mask.device)
     of_mask = None if dmask is None else dmask.unflatten(1, (-1, groups)).flatten(0, 1)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for queries, keys in _sequences(q, k, lengths):
+        for queries, keys, _ in _sequences(q, k, lengths):
             rows = [_by_key_head(x[:, :, queries], groups) for x in (dout, q, out, lse.unsqueeze(-1))]
             columns, count = [_padded_keys(x[:, :, keys]) for x in (k, v)], keys.stop - keys.start
             for heads in _chunks(rows[0]):

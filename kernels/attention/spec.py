@@ -71,12 +71,21 @@ class PackedLengths:
     Sequence n has queries cu_q[n] .. cu_q[n + 1] and keys cu_k[n] .. cu_k[n + 1]: int32 [sequences + 1] on the tensors'
     device, from 0 to the total. max_q and max_k are at least the longest sequence's lengths; they set the size of the
     grid and no bits.
+
+    In forward cu_k may also be [sequences + 1, 2], contiguous: beside each start, how many keys of the sequence's first
+    chunk were dropped, less than CHUNK. No query sees those. They move the positions at which the sums over keys are
+    cut, so that these are the positions of the whole sequence. max_k counts them.
     """
 
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
+
+    @property
+    def packing(self) -> int:
+        """The kernels' PACKED: 2 with dropped keys."""
+        return self.cu_k.dim()
 
 
 def bias_grad(dmask: Tensor, shape: torch.Size) -> Tensor:

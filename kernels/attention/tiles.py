@@ -105,6 +105,18 @@ def sequence(cu_ptr, index, length, PACKED: tl.constexpr):
 
 
 @triton.jit
+def sequence_of_keys(cu_ptr, index, length, PACKED: tl.constexpr):
+    """The same of keys: the start of the first chunk, its keys and those that follow, and how many of the first ones
+    were dropped. If some may have been (PACKED is 2), the row of a dropped key has other data, or none."""
+    if PACKED == 2:
+        start = tl.load(cu_ptr + 2 * index)
+        dropped = tl.load(cu_ptr + 2 * index + 1)
+        return start - dropped, tl.load(cu_ptr + 2 * index + 2) - start + dropped, dropped
+    start, keys = sequence(cu_ptr, index, length, PACKED)
+    return start, keys, 0
+
+
+@triton.jit
 def tile_of(program, tiles, heads, sequences):
     """The tile, head and sequence of a program: by groups of heads, whose data stays in the cache, then by tiles."""
     GROUP: tl.constexpr = 16
@@ -386,7 +398,7 @@ class Problem(NamedTuple):
     window: int
     factor: float  # multiplies a (capped) score: in the exponent of 2, or before a bias is added
     inverse_cap: float  # scale / softcap
-    flags: tuple[bool, bool, bool, bool]  # CAUSAL, WINDOW, SOFTCAP, PACKED
+    flags: tuple[bool, bool, bool, int]  # CAUSAL, WINDOW, SOFTCAP, PACKED: 2 with dropped keys
     sinks: bool
     matrix: int  # 0, BOOL or FLOAT: how the kernels read a mask
     matrix_dtype: torch.dtype | None
@@ -439,7 +451,7 @@ def problem(
         min(spec.window, max(longest_k, 1)),  # a longer one hides no more, and might overflow 32 bits
         (spec.softcap if capped_scores else spec.scale) * (1.0 if matrix == FLOAT else LOG2_E),
         spec.scale / spec.softcap if capped_scores else 0.0,
-        (spec.causal, spec.window > 0, capped_scores, lengths is not None),
+        (spec.causal, spec.window > 0, capped_scores, 0 if lengths is None else lengths.packing),
         sinks is not None,
         matrix,
         None if mask is None else mask.dtype,

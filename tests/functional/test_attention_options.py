@@ -302,7 +302,39 @@ def test_a_cache_that_has_dropped_keys_gives_the_bits_of_all_keys(device, dtype,
     assert_same_bytes(got, expected, "gradients")
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("device, dtype, dim", PLACES)
+def test_packed_sequences_that_have_dropped_keys(device, dtype, dim, has_sinks):
+    """Decode steps, a chunk and a whole prompt in one call, whose dropped keys have NaN in their places."""
+    length, window = (700, 70) if device == "cpu" else (2100, 700)
+    q, k, v, _ = tensors(device, dtype, 1, HEADS, KV_HEADS, length, length, dim)
+    options = dict(causal=True, window=window, sinks=sinks(device, 0, 0).detach() if has_sinks else None)
+    whole = tpi.attention(q, k, v, **options)
+    for past in (False, True):  # keys that the window has passed are there, or not
+        steps = [(length - 1, length), (length - 90, length - 40), (0, 50), (window, window + 1), (650, 650)]
+        firsts = [max(0, start - window + 1) // (1 + past) for start, _ in steps]
+        numbers = [(start, stop, first) for (start, stop), first in zip(steps, firsts, strict=True)]
+        packed_q = torch.cat([q[:, :, start:stop] for start, stop, _ in numbers], 2)
+        packed_k, packed_v = (torch.cat([x[:, :, first:stop] for _, stop, first in numbers], 2) for x in (k, v))
+        cu_q, cu_k = (
+            torch.tensor([0, *sizes], device=device).cumsum(0).int()
+            for sizes in ([b - a for a, b in steps], [stop - first for _, stop, first in numbers])
+        )
+        own = options | dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        got = tpi.attention(
+            packed_q, packed_k, packed_v, first_key=torch.tensor(firsts, dtype=torch.int32, device=device), **own
+        )
+        expected = torch.cat([whole[:, :, start:stop] for start, stop in steps], 2)
+        assert_same_bytes({"out": got}, {"out": expected}, f"dropped {firsts}")
+        control = tpi.attention(packed_q, packed_k, packed_v, **own)
+        if dtype == torch.float32 and not has_sinks:  # 16 bits may hide it
+            assert not torch.equal(control, expected), "the control does not say where first keys stand"
+
+
 Q, KV = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
+PACKED = dict(causal=True, window=4, cu_seqlens_q=torch.tensor([0, 3], dtype=torch.int32)) | dict(
+    q=Q[:, :, :3], k=KV[:, :, :5], v=KV[:, :, :5], cu_seqlens_k=torch.tensor([0, 5], dtype=torch.int32)
+)
 REFUSED = [
     (dict(sinks=[0.0] * 4), TypeError, "sinks is a list: it must be a tensor"),
     (dict(sinks=torch.zeros(4).int()), TypeError, r"sinks is torch\.int32: it must be of a floating point dtype"),
@@ -323,7 +355,23 @@ REFUSED = [
     (
         dict(first_key=3, cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32)),
         ValueError,
-        "first_key=3 is given with cu_seqlens_q: packed sequences begin at position 0",
+        "first_key=3 is given with cu_seqlens_q: packed sequences need one for each, int32",
+    ),
+    (dict(first_key=torch.tensor([0])), ValueError, "first_key is a tensor: it needs packed sequences"),
+    (
+        dict(first_key=torch.tensor([3], dtype=torch.int32), **PACKED),
+        ValueError,
+        r"first_key=\[3\] with window=4, and first queries at \[5\]: a sequence has to have all",
+    ),
+    (
+        dict(first_key=torch.tensor([0, 3], dtype=torch.int32), **PACKED),
+        ValueError,
+        r"first_key is torch.int32 \(2,\) on cpu: .* here \(1,\)",
+    ),
+    (
+        PACKED | dict(first_key=torch.tensor([0], dtype=torch.int32), q=torch.zeros(1, 4, 3, 8, requires_grad=True)),
+        ValueError,
+        "requires a gradient, which there is none of",
     ),
     (dict(sinks=torch.zeros(2)), ValueError, r"sinks is \(2,\) on cpu: it must be \[4\], one for each head of q"),
 ]

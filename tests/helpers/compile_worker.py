@@ -219,13 +219,16 @@ def clipping(dtype: torch.dtype) -> None:
 
 
 def attend(
-    own_kernel: bool, head_dim: int, queries: int, *, packed: bool = False, with_sinks: bool = False,
-    mask_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16,
+    own_kernel: bool, head_dim: int, queries: int, *, packed: bool = False, dropped: bool = False,
+    with_sinks: bool = False, mask_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """The forward and, unless it is a step of decoding, the backward. packed: with a window as well."""
-    cu = torch.tensor([0, 40, 100], dtype=torch.int32)
-    lengths = attention_spec.PackedLengths(cu, cu, 60, 60) if packed else None
-    spec = attention_spec.AttentionSpec(causal=True, scale=0.1, window=20 if packed else 0)
+    """The forward and, unless it is a step of decoding, the backward. packed: with a window as well; dropped: keys of a
+    cache, forward alone."""
+    cu = torch.tensor([0, 40, 100] if queries > 1 else [0, 1, 1], dtype=torch.int32)
+    of_keys = torch.stack([cu, cu], 1) if dropped else cu
+    lengths = attention_spec.PackedLengths(cu, of_keys, min(queries, 60), 60 if queries > 1 else 1500)
+    lengths = lengths if packed or dropped else None
+    spec = attention_spec.AttentionSpec(causal=True, scale=0.1, window=20 if lengths else 0)
     q = torch.zeros(1, 4, queries, head_dim, dtype=dtype)
     k, v = torch.zeros(2, 1, 2, 2048 if queries == 1 else queries, head_dim, dtype=dtype).unbind()
     sinks = torch.zeros(4) if with_sinks else None
@@ -235,7 +238,7 @@ def attend(
         mock.patch.object(attention, "can_overlap", lambda index: own_kernel),
     ):
         out, lse = attention.forward(q, k, v, spec, lengths, sinks, mask)
-        if queries > 1:
+        if queries > 1 and not dropped:
             learned = mask is not None and mask.dtype != torch.bool
             attention_backward.backward(out, q, k, v, out, lse, spec, lengths, None, mask, learned)
 
@@ -250,6 +253,8 @@ def attentions() -> None:
     attend(True, 256, 100)
     attend(True, 96, 100, mask_dtype=torch.bool)
     attend(True, 128, 1)
+    for own_kernel, queries in ((False, 100), (False, 1), (True, 100)):
+        attend(own_kernel, 128, queries, dropped=True)
 
 
 def peers() -> None:

@@ -32,6 +32,7 @@ from ..kernels.attention.spec import CHUNK, AttentionSpec, PackedLengths, bias_g
 from ..kernels.select import select
 from .attention_checks import (
     check_first_key,
+    check_first_keys,
     check_mask,
     check_mask_use,
     check_packing,
@@ -61,7 +62,7 @@ def attention(
     max_seqlen_k: int | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
-    first_key: int = 0,
+    first_key: int | Tensor = 0,
 ) -> Tensor:
     """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
 
@@ -96,8 +97,8 @@ def attention(
             values; what it repeats is added by halves along keys and queries, then in order over the batch. The
             gradient takes memory for [B, h, Sq, Sk] in float32.
         first_key: the position of k's first key in its sequence: of a cache that has dropped the keys before it, which
-            the window has passed. The bits are those of a call with all keys; k and v are copied. Not with packed
-            sequences, each of which begins at position 0.
+            the window has passed. The bits are those of a call with all keys; k and v are copied. With packed
+            sequences int32 [sequences], one for each; nothing is copied, and there are no gradients.
 
     Raises:
         ValueError: shapes, devices or options that are not compatible.
@@ -127,11 +128,15 @@ def attention(
         max_seqlen_k = number(max_seqlen_k, int, "max_seqlen_k")
         if window is not None and (window < 1 or not causal):
             raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-        first_key = number(first_key, int, "first_key")
-        check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
         cu_seqlens_k, max_seqlen_k = check_packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        if first_key:
-            k, v, mask = from_whole_chunks(k, v, mask, first_key)
+        first_keys = first_key if isinstance(first_key, Tensor) else None
+        if first_keys is not None:
+            check_first_keys(first_keys, cu_seqlens_q, cu_seqlens_k, window, (q, k, v, sinks))
+        else:
+            first_key = number(first_key, int, "first_key")
+            check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
+            if first_key:
+                k, v, mask = from_whole_chunks(k, v, mask, first_key)
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         if value_dim < head_dim:
             v = F.pad(v, (0, head_dim - value_dim))
@@ -141,7 +146,17 @@ def attention(
         seen = min(window or 0, _MAX_WINDOW)
         options = max_seqlen_q or 0, max_seqlen_k or 0, causal, scale, seen, softcap or 0.0
         out: Tensor
-        if _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None)):
+        is_traced = _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None))
+        if first_keys is not None:
+            if is_traced:
+                raise NotImplementedError(
+                    "first_key is a tensor, which torch.compile and other tracers do not take: call attention outside "
+                    "of them (torch.compiler.disable)"
+                )
+            longest = max_seqlen_q or 0, max_seqlen_k or 0
+            lengths = _lengths(q, k, cu_seqlens_q, cu_seqlens_k, *longest, check=True, first_keys=first_keys)
+            out, _ = _of_lengths(q, k, v, sinks, mask, AttentionSpec(causal, scale, seen, softcap or 0.0), lengths)
+        elif is_traced:
             out, _ = _operator(*tensors, *options)
         else:
             out = _Attention.apply(*tensors, options)
@@ -180,11 +195,13 @@ def _kernel(q: Tensor) -> Any:
 
 
 def _lengths(
-    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool
-) -> PackedLengths | None:
+    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool,
+    first_keys: Tensor | None = None,
+) -> PackedLengths | None:  # fmt: skip
     """None without packing. max_q and max_k are 0 if not known.
 
     check: whether to check lengths on CUDA; backward does not repeat what its forward has checked.
+    first_keys: attention's first_key of packed sequences.
     """
     if cu_q is None or cu_k is None:
         return None
@@ -204,6 +221,9 @@ def _lengths(
                 )
             longest = longest or max(sizes)
         max_lengths.append(longest)
+    if first_keys is not None:
+        cu_k = torch.stack([cu_k, F.pad(first_keys % CHUNK, (0, 1))], 1)
+        max_lengths[1] += CHUNK - 1
     return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), *max_lengths)
 
 
@@ -230,8 +250,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
+    return _of_lengths(q, k, v, sinks, mask, AttentionSpec(causal, scale, window, softcap), lengths)
+
+
+def _of_lengths(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, spec: AttentionSpec,
+    lengths: PackedLengths | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     sinks, mask = _as_kernels_take(q, k, sinks, mask)
-    out, lse = _kernel(q).forward(q, k, v, AttentionSpec(causal, scale, window, softcap), lengths, sinks, mask)
+    out, lse = _kernel(q).forward(q, k, v, spec, lengths, sinks, mask)
     return out, lse
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,13 +126,43 @@ def check_first_key(q: Tensor, k: Tensor, first_key: int | None, window: int | N
     if first_key is None or first_key < 0:
         raise ValueError(f"first_key={first_key} must be at least 0, the position of k's first key in its sequence")
     if first_key and packed:
-        raise ValueError(f"first_key={first_key} is given with cu_seqlens_q: packed sequences begin at position 0")
+        raise ValueError(
+            f"first_key={first_key} is given with cu_seqlens_q: packed sequences need one for each, int32 [sequences]"
+        )
     first_query = first_key + k.shape[2] - q.shape[2]
     sees = 0 if window is None else max(0, first_query - window + 1)
     if first_key > sees:
         raise ValueError(
             f"first_key={first_key} with window={window}, {q.shape[2]} queries and {k.shape[2]} keys: the first query "
             f"sees keys from position {sees} on, which k does not have"
+        )
+
+
+def check_first_keys(
+    first_keys: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, window: int | None, tensors: Sequence[Tensor | None]
+) -> None:
+    """Those of packed sequences; tensors: of which there are no gradients. On CUDA the device checks the values."""
+    if cu_q is None or cu_k is None or window is None:
+        raise ValueError("first_key is a tensor: it needs packed sequences (cu_seqlens_q) and a window")
+    wanted = torch.int32, (cu_q.shape[0] - 1,), cu_q.device
+    if (first_keys.dtype, tuple(first_keys.shape), first_keys.device) != wanted:
+        raise ValueError(
+            f"first_key is {first_keys.dtype} {tuple(first_keys.shape)} on {first_keys.device}: with packed sequences "
+            f"it must be int32 [sequences], here {wanted[1]}, on {wanted[2]}"
+        )
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(
+            "first_key is a tensor, and q, k, v or sinks requires a gradient, which there is none of: call attention "
+            "under torch.no_grad(), or give each sequence in a call of its own"
+        )
+    first_queries = first_keys + cu_k.diff() - cu_q.diff()
+    fits = ((first_keys >= 0) & (first_keys <= (first_queries - window + 1).clamp(min=0))).all()
+    if fits.is_cuda:
+        torch.ops.aten._assert_async.msg(fits, f"a first_key is not between 0 and what window={window} has passed")
+    elif not fits:
+        raise ValueError(
+            f"first_key={first_keys.tolist()} with window={window}, and first queries at {first_queries.tolist()}: a "
+            "sequence has to have all keys that its first query sees"
         )
 
 

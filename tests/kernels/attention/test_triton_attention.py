@@ -174,6 +174,31 @@ def test_a_cache_that_has_dropped_keys(monkeypatch, kind):
     assert differ
 
 
+@pytest.mark.parametrize("longest", [None, 64])
+def test_packed_sequences_that_have_dropped_keys(monkeypatch, longest):
+    """In one call for steps, whose chunks another kernel folds, and with longer ones; neighbours have NaN."""
+    monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "CHUNK", 32)
+    q, k, v, _ = data(100, 100)
+    options = dict(causal=True, window=20)
+    whole, differ = tpi.attention(q, k, v, **options), 0
+    nothing = torch.full_like(k[:, :, :3], torch.nan)
+    for steps in (((99, 100, 80), (70, 71, 37), (35, 36, 16)), ((60, 90, 41), (99, 100, 80), (0, 30, 0))):
+        packed_q = torch.cat([q[:, :, start:stop] for start, stop, _ in steps], 2)
+
+        packed_k = torch.cat([x for _, stop, first in steps for x in (k[:, :, first:stop], nothing)], 2)
+        packed_v = torch.cat([x for _, stop, first in steps for x in (v[:, :, first:stop], nothing)], 2)
+        of_q = [x for start, stop, _ in steps for x in (stop - start, 0)]  # NaN are sequences without queries
+        of_k = [x for _, stop, first in steps for x in (stop - first, 3)]
+        cu_q, cu_k = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (of_q, of_k))
+        firsts = torch.tensor([x for _, _, first in steps for x in (first, 0)], dtype=torch.int32)
+        own = options | dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_k=longest)
+        got = tpi.attention(packed_q, packed_k, packed_v, first_key=firsts, **own)
+        expected = torch.cat([whole[:, :, start:stop] for start, stop, _ in steps], 2)
+        assert_same_bytes({"out": got}, {"out": expected}, f"{steps}")
+        differ += not torch.equal(tpi.attention(packed_q, packed_k, packed_v, **own), expected)
+    assert differ, "the control"
+
+
 @pytest.mark.parametrize("kind", ["window", "softcap"])
 def test_heads_and_packed_sequences_are_separate_calls(kind):
     q, k, v, grad = case = data(30, 50)
