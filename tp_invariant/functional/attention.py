@@ -129,11 +129,12 @@ def attention(
         if window is not None and (window < 1 or not causal):
             raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
         cu_seqlens_k, max_seqlen_k = check_packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        first_keys = first_key if isinstance(first_key, Tensor) else None
-        if first_keys is not None:
+        first_keys = None
+        if isinstance(first_key, Tensor):
+            first_keys = first_key
             check_first_keys(first_keys, cu_seqlens_q, cu_seqlens_k, window, (q, k, v, sinks))
         else:
-            first_key = number(first_key, int, "first_key")
+            first_key = int(number(first_key, int, "first_key") or 0)
             check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
             if first_key:
                 k, v, mask = from_whole_chunks(k, v, mask, first_key)
