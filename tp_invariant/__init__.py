@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoint, data_parallel, determinism, graphs, hugging_face, optim, testing
+from . import checkpoint, data_parallel, determinism, graphs, hugging_face, optim, sampling, testing
 from . import owners as owners
 from . import parameters as parameters
 from . import plans as plans
@@ -31,6 +31,7 @@ from .layers.mixture import MixtureOfExperts
 from .layers.parallel_norm import ParallelNorm
 from .layers.replicate import replicate_
 from .layers.vocab_embedding import VocabParallelEmbedding
+from .sampling.log_probs import linear_cross_entropy, token_log_probs
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ __all__ = [
     "graphs",
     "hugging_face",
     "is_tp_invariant_mode_enabled",
+    "linear_cross_entropy",
     "load_balancing_loss",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -72,9 +74,11 @@ __all__ = [
     "replicate_",
     "rotary_embedding",
     "router_z_loss",
+    "sampling",
     "set_default_gemm_fn",
     "set_tp_invariant_mode",
     "testing",
+    "token_log_probs",
     "vocab_parallel_cross_entropy",
 ]
 

@@ -1,26 +1,34 @@
 """Softmax, log-softmax and sums along rows for a CPU: plain torch, the contract of softmax.py.
 
-A row is added by halves, elementwise, in an order of its length alone. exp is written out
-(kernels/vocabulary/reference_cross_entropy.py), and log runs on whole vectors.
+A row is added by halves, elementwise, in an order of its length alone; for log-softmax in fixed point. exp is written
+out (kernels/vocabulary/reference_cross_entropy.py).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from ..elementwise import in_whole_vectors_, sum_by_halves
-from ..vocabulary.reference_cross_entropy import _chunks, _exp
+from ..elementwise import sum_by_halves
+from ..vocabulary.loss_spec import fixed_point
+from ..vocabulary.reference_cross_entropy import _chunks, _exp, exp_sums, log_of_sums
 
 
 def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
     """See softmax.softmax."""
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     for rows, part in _chunks(x):
-        part.sub_(part.amax(1, keepdim=True))
-        exps = _exp(part.clone() if log else part)
-        total = sum_by_halves(exps)
-        y[rows] = part.sub_(in_whole_vectors_(torch.log_, total)) if log else exps.div_(total)
+        top = part.amax(1) + 0.0
+        part.sub_(top.unsqueeze(1))
+        if log:
+            one = fixed_point(x.shape[1])
+            part.sub_(log_of_sums(exp_sums(part.clone(), one), top, one).unsqueeze(1))
+            y[rows] = part.masked_fill_(part.isnan(), math.nan)
+        else:
+            exps = _exp(part)
+            y[rows] = exps.div_(sum_by_halves(exps))
     return y
 
 

@@ -1,7 +1,8 @@
 """Softmax, log-softmax and sums along rows in Triton, with bits that depend on the row alone.
 
     softmax    y = exp(x - top) / total        log    y = (x - top) - log(total)
-               top = largest of the row, total = sum of exp(x - top)
+               top = largest of the row, total = sum of exp(x - top), for log in fixed point: y has
+               the bits of minus the cross-entropy (../vocabulary/loss_spec.py)
     softmax_backward    dx = y (dy - sum of dy y)
     row_sums   y = sum of x / divisor
 
@@ -20,11 +21,13 @@ from torch import Tensor
 
 from ..launch import interpreting, launch_on
 from ..plans import Kernel
+from ..vocabulary.cross_entropy import _log_of_sum, _plain_nan, _row_extremes, _row_sums
+from ..vocabulary.loss_spec import fixed_point
 from .norm import _rows, row_chunk
 
 
 @triton.jit
-def _softmax_kernel(x_ptr, y_ptr, stride, H, CHUNK: tl.constexpr, LOG: tl.constexpr):
+def _softmax_kernel(x_ptr, y_ptr, stride, H, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride
     top = tl.full((CHUNK,), -float("inf"), tl.float32)
@@ -41,10 +44,22 @@ def _softmax_kernel(x_ptr, y_ptr, stride, H, CHUNK: tl.constexpr, LOG: tl.conste
     for start in range(0, H, CHUNK):
         cols = start + tl.arange(0, CHUNK)
         x = tl.load(x_row + cols, mask=cols < H, other=0.0).to(tl.float32) - highest
-        if LOG:
-            y = x - tl.log(total)
-        else:
-            y = tl.div_rn(tl.exp(x), total)
+        y = tl.div_rn(tl.exp(x), total)
+        tl.store(y_ptr + row * H + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _log_softmax_kernel(x_ptr, y_ptr, stride, H, CHUNK: tl.constexpr, ONE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride
+    top, _ = _row_extremes(x_row, H, H, CHUNK, False)
+    top = top + 0.0
+    exps, _ = _row_sums(x_row, H, H, top, 1.0, ONE, CHUNK, False)
+    log_sum = _log_of_sum(top, exps, ONE)
+    for start in range(0, H, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        x = tl.load(x_row + cols, mask=cols < H, other=0.0).to(tl.float32)
+        y = _plain_nan((x - top) - log_sum)
         tl.store(y_ptr + row * H + cols, y.to(y_ptr.dtype.element_ty), mask=cols < H)
 
 
@@ -83,6 +98,7 @@ def _softmax_backward_kernel(dy_ptr, y_ptr, dots_ptr, dx_ptr, H, CHUNK: tl.const
 
 
 _softmax = Kernel(_softmax_kernel, enable_fp_fusion=False)
+_log_softmax = Kernel(_log_softmax_kernel, enable_fp_fusion=False)
 _sums = Kernel(_sums_kernel, enable_fp_fusion=False)
 _sums_of_products = Kernel(_sums_of_products_kernel, enable_fp_fusion=False)
 _softmax_backward = Kernel(_softmax_backward_kernel, enable_fp_fusion=False)
@@ -99,7 +115,8 @@ def softmax(x: Tensor, *, log: bool, out_dtype: torch.dtype) -> Tensor:
         rows, stride = _rows(x)
         with launch_on(x, "softmax"):
             chunk, warps = row_chunk(x.shape[1])
-            _softmax(x.device.index, (x.shape[0],), (rows, y, stride, x.shape[1]), (chunk, log), num_warps=warps)
+            kernel, constants = (_log_softmax, (chunk, fixed_point(x.shape[1]))) if log else (_softmax, (chunk,))
+            kernel(x.device.index, (x.shape[0],), (rows, y, stride, x.shape[1]), constants, num_warps=warps)
     return y.to(out_dtype)
 
 

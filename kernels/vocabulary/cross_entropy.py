@@ -6,6 +6,7 @@
     whole_losses   the three in one launch, one program per row, for a vocabulary that is not divided
     sum_of_tokens  one program: token t goes to lane t mod LANES, a lane adds its tokens in order, and the lanes are
                    added by halves. fp64
+    row_entropies  one program per row
     logits_grad    dx = p * of_p - everywhere - [column is the target] * of_target,  p = exp(x - top - log_sum)
                    of_p = g (1 + 2 z (top + log_sum)),  everywhere = g smoothing / V,  of_target = g (1 - smoothing)
 
@@ -98,14 +99,19 @@ def _plain_nan(x):
 
 
 @triton.jit
+def _log_of_sum(top, exps, ONE: tl.constexpr):
+    """log(sum of exp(x - top)) from the sum in fixed point; NaN for a NaN, an inf or nothing but -inf, as torch."""
+    log_sum = tl.log(exps.to(tl.float64) / ONE).to(tl.float32)
+    return tl.where(tl.abs(top) < float("inf"), log_sum, float("nan"))
+
+
+@triton.jit
 def _losses(
     top, lowest, at_target, exps, shifts, counts, vocabulary, smoothing, rest, z_loss,
     ONE: tl.constexpr, EXP_BITS: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """(losses, log_sum) of a token or of a block of tokens; rest = 1 - smoothing."""
-    log_sum = tl.log(exps.to(tl.float64) / ONE).to(tl.float32)
-    # as torch: a NaN, an inf, or nothing but -inf
-    log_sum = tl.where(tl.abs(top) < float("inf"), log_sum, float("nan"))
+    log_sum = _log_of_sum(top, exps, ONE)
     loss = log_sum - (at_target - top)
     if SMOOTHING:
         mean = (shifts.to(tl.float64) / _shift_scale(top, lowest, EXP_BITS).to(tl.float64) / vocabulary).to(tl.float32)
@@ -254,6 +260,26 @@ def _total_kernel(
     tl.store(total_ptr, _plain_nan(total.to(tl.float32)))
 
 
+@triton.jit(do_not_specialize=["ignore_index", "T"])
+def _entropies_kernel(
+    x_ptr, target_ptr, stats_ptr, entropies_ptr, stride, columns, width, target_stride, ignore_index, T,
+    ONE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    counts = tl.load(target_ptr + row * target_stride).to(tl.int64) != ignore_index
+    top = tl.load(stats_ptr + row)
+    log_sum = tl.load(stats_ptr + T.to(tl.int64) + row)
+    terms = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, tl.where(counts, columns, 0), BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride + cols, mask=cols < width, other=0.0).to(tl.float32)
+        log_p = (x - top) - log_sum
+        # left out: what is rounded up from 0, a NaN (in rows whose top is not finite), and p = 0
+        log_p = tl.where((cols < columns) & (log_p <= 0) & (log_p > -float("inf")), log_p, 0.0)
+        terms += ((tl.exp(log_p) * log_p) * (-ONE)).to(tl.int64)
+    tl.store(entropies_ptr + row, tl.sum(terms, axis=0))
+
+
 @triton.jit(do_not_specialize=["first", "ignore_index", "T"])
 def _grad_kernel(
     grad_ptr, x_ptr, target_ptr, stats_ptr, count_ptr, dx_ptr,
@@ -285,6 +311,7 @@ _sums = Kernel(_sums_kernel, enable_fp_fusion=False)
 _token_losses = Kernel(_losses_kernel, enable_fp_fusion=False)
 _whole = Kernel(_whole_kernel, enable_fp_fusion=False, **_ASSERTING)
 _total = Kernel(_total_kernel, enable_fp_fusion=False)
+_entropies = Kernel(_entropies_kernel, enable_fp_fusion=False)
 _grad = Kernel(_grad_kernel, enable_fp_fusion=False)
 
 
@@ -412,3 +439,19 @@ def logits_grad(
                 constants, num_warps=warps,
             )  # fmt: skip
     return dx.to(logits.dtype)
+
+
+def row_entropies(logits: Tensor, target: Tensor, columns: int, stats: Tensor, spec: LossSpec) -> Tensor:
+    """entropies [T] of one part of the vocabulary, see loss_spec; 0 where the target is ignored."""
+    logits, target = as_rows(logits, target)
+    t = logits.shape[0]
+    entropies = torch.empty((t,), device=logits.device, dtype=torch.int64)
+    if t:
+        x = readable_rows(logits)
+        block, warps = _block(columns)
+        numbers = x.stride(0), columns, logits.shape[1], target.stride(0), spec.ignore_index, t
+        with launch_on(logits, "row_entropies"):
+            _entropies(
+                logits.device.index, (t,), (x, target, stats, entropies, *numbers), (spec.one, block), num_warps=warps
+            )  # fmt: skip
+    return entropies

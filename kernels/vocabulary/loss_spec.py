@@ -9,6 +9,7 @@ columns are ids `first` and following; the rest is padding, which has no effect.
     whole_losses(logits, target, spec) -> losses, stats             the three above, for P = 1
     sum_of_tokens(losses, target, spec, mean=..) -> total, count
     logits_grad(grad, logits, target, stats, count, columns, first, spec) -> dlogits
+    row_entropies(logits, target, columns, stats, spec) -> entropies
 
         logits    [.., width]    bfloat16, float16 or float32, any strides; one part
         target    [..]           int64 or int32, any strides; ids of the whole vocabulary, or spec.ignore_index
@@ -19,6 +20,7 @@ columns are ids `first` and following; the rest is padding, which has no effect.
         stats     [2, T]         fp32: top, the largest logit of the whole vocabulary, and log(sum of exp(x - top)).
                                  They mean nothing where the target is ignored
         total     []             fp32: the sum of losses, added in fp64; divided by count if `mean`
+        entropies [T]            int64: sum of -p log p * 2^exp_bits over the part's columns, p = exp(x - top - log_sum)
         count     []             int64: the number of targets that are not ignored; None without `mean`
         grad      [..] or []     fp32: of the losses, or of their total
         dlogits   [.., width]    contiguous, in the logits' dtype; 0 in padding, and where the target is ignored
@@ -30,9 +32,15 @@ short because the terms are bounded.) x - top is multiplied by `scale`, a power 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+def fixed_point(terms: int) -> float:
+    """What stands for 1: so small a power of two that the sum of as many terms of at most 1 stays below 2^62."""
+    return 2.0 ** (62 - terms.bit_length())
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,12 @@ class LossSpec:
     @property
     def exp_bits(self) -> int:
         """So few that V terms of at most 2^exp_bits stay below 2^62."""
-        return 62 - self.vocabulary.bit_length()
+        return int(math.log2(self.one))
+
+    @property
+    def one(self) -> float:
+        """What stands for 1 in fixed point: 2^exp_bits."""
+        return fixed_point(self.vocabulary)
 
     @property
     def extremes(self) -> int:

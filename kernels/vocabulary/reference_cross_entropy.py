@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..elementwise import in_whole_vectors_
 from .loss_spec import LossSpec, as_rows
 
 _CHUNK = 1 << 18  # elements at a time, so that the passes of exp stay in a cache; sets the speed only
@@ -68,6 +69,18 @@ def _top(extremes: Tensor) -> Tensor:
     return extremes[:, 0].amax(0) + 0.0  # the maximum of 0.0 and -0.0 may be either; adding 0.0 makes it 0.0
 
 
+def exp_sums(x: Tensor, one: float) -> Tensor:
+    """The sum over each row's exp(x) in fixed point, int64 [T], of fp32 x <= 0 or NaN, which is overwritten."""
+    x.masked_fill_(~(x <= 0), -math.inf)  # NaN, in rows whose largest logit is not finite
+    return _exp(x).mul_(one).to(torch.int64).sum(1)
+
+
+def log_of_sums(sums: Tensor, top: Tensor, one: float) -> Tensor:
+    """log(sum of exp(x - top)), fp32, from these sums; NaN for a NaN, an inf or nothing but -inf, as torch has it."""
+    log_sum = in_whole_vectors_(torch.log_, sums.double() / one).float()
+    return torch.where(top.isfinite(), log_sum, math.nan)
+
+
 def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spec: LossSpec) -> Tensor:
     """sums [S, T] of one part of the vocabulary, from the extremes [P, E, T] of all, see loss_spec."""
     logits, target = as_rows(logits, target)
@@ -76,23 +89,21 @@ def row_sums(logits: Tensor, target: Tensor, columns: int, extremes: Tensor, spe
     scale = _shift_scale(top, extremes[:, 2].amin(0), spec) if spec.label_smoothing else None
     for rows, x in _chunks(logits[:, :columns]):
         x.sub_(top[rows, None])
-        x.masked_fill_(~(x <= 0), -math.inf)  # NaN, in rows whose top is not finite
         if scale is not None:
-            scaled = (x * scale[rows, None]).masked_fill_(x == -math.inf, 0.0)
+            scaled = (x * scale[rows, None]).masked_fill_((x == -math.inf) | x.isnan(), 0.0)
             sums[1, rows] = scaled.to(torch.int64).sum(1)
-        sums[0, rows] = _exp(x).mul_(2.0**spec.exp_bits).to(torch.int64).sum(1)
+        sums[0, rows] = exp_sums(x, spec.one)
     return sums
 
 
 def token_losses(extremes: Tensor, sums: Tensor, target: Tensor, width: int, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(losses [T], stats [2, T]) from the extremes [P, E, T] and the sums [P, S, T] of all parts, see loss_spec."""
     target = target.reshape(-1)
-    smoothing, exp_bits, total = spec.label_smoothing, spec.exp_bits, sums.sum(0)
+    smoothing, total = spec.label_smoothing, sums.sum(0)
     top = _top(extremes)
     owner = (target.long() // width).clamp(0, extremes.shape[0] - 1)
     at_target = extremes[:, 1].gather(0, owner.unsqueeze(0)).squeeze(0)
-    log_sum = (total[0].double() * 2.0**-exp_bits).log().float()
-    log_sum = torch.where(top.isfinite(), log_sum, math.nan)  # as torch: a NaN, an inf, or nothing but -inf
+    log_sum = log_of_sums(total[0], top, spec.one)
     losses = log_sum - (at_target - top)
     if smoothing:
         lowest = extremes[:, 2].amin(0)
@@ -152,3 +163,16 @@ def logits_grad(
         out[rows, :columns] = dx.to(logits.dtype)
     # a NaN's bits depend on its neighbours in a SIMD vector
     return out.masked_fill_(out.isnan(), math.nan).view(shape)
+
+
+def row_entropies(logits: Tensor, target: Tensor, columns: int, stats: Tensor, spec: LossSpec) -> Tensor:
+    """entropies [T] of one part of the vocabulary, see loss_spec; 0 where the target is ignored."""
+    logits, target = as_rows(logits, target)
+    sums = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    top, log_sum = stats
+    for rows, x in _chunks(logits[:, :columns]):
+        log_p = x.sub_(top[rows, None]).sub_(log_sum[rows, None])
+        log_p.masked_fill_(~(log_p <= 0), 0.0)  # rounded up from 0, or NaN: in rows whose top is not finite
+        terms = _exp(log_p.clone()).mul_(log_p.clamp_(min=_LEAST)).mul_(-spec.one)
+        sums[rows] = terms.to(torch.int64).sum(1)
+    return sums.masked_fill_(target == spec.ignore_index, 0)

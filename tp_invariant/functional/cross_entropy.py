@@ -99,7 +99,7 @@ def vocab_parallel_cross_entropy(
         RuntimeError: ranks that disagree, or whose logits are all the same (see consistency/shards.py).
     """
     with inside_a_layer():
-        _check_options(label_smoothing, reduction, z_loss)
+        check_options(label_smoothing, reduction, z_loss)
         group = resolve_group(tp_group)
         group = Group(None, 0, 1) if is_gathered(logits, group) else group
         agreed = agreed_in(group)
@@ -134,7 +134,7 @@ def vocab_parallel_cross_entropy(
         return (_cross_entropy if invariant else _stock_cross_entropy)(logits, target, call)
 
 
-def _check_options(label_smoothing: float, reduction: str, z_loss: float) -> None:
+def check_options(label_smoothing: float, reduction: str, z_loss: float) -> None:
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing={label_smoothing!r} is out of range: it must be from 0 to below 1")
     if reduction not in REDUCTIONS:
