@@ -204,8 +204,10 @@ def losses(dtype: torch.dtype) -> None:
             total, count = cross_entropy.sum_of_tokens(losses, ids, spec, mean=mean)
             grad = total.view(1) if mean else losses
             cross_entropy.logits_grad(grad, logits, ids, stats, count, 1000, 0, spec)
+        cross_entropy.row_entropies(logits, ids, 1000, stats, spec)
     embedding.embedding_grad(logits, ids, 100, dtype)
-    softmax.softmax(logits, log=True, out_dtype=dtype)
+    for log in (False, True):
+        softmax.softmax(logits, log=log, out_dtype=dtype)
     softmax.row_sums(logits, divisor=3, out_dtype=dtype)
     softmax.softmax_backward(logits.float(), logits.float(), out_dtype=dtype)
 
