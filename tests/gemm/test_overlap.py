@@ -152,9 +152,9 @@ def count_gathers(tp_group, sp, checkpointed, on):
         return gather(*args, **options)
 
     def counted_start_next(of):
-        before = weight_cache._of(of).early.get(False)
+        before = weight_cache._groups[of].early.get(False)
         start_next(of)
-        counts["ahead"] += weight_cache._of(of).early.get(False) is not before
+        counts["ahead"] += weight_cache._groups[of].early.get(False) is not before
 
     with pytest.MonkeyPatch.context() as patch, tpi.set_tp_invariant_mode(True):
         patch.setattr(tokens, "start_gather_dim", start_gather_dim)

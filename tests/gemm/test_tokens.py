@@ -76,12 +76,12 @@ def test_what_is_never_shared(starts):
         x = torch.randn(2, 3)
         for user in (q, k):
             take(gathers, x, user)
-    assert (len(starts), gathers._of(TWO).shared) == (2, None)
+    assert (len(starts), gathers._groups[TWO].gathers) == (2, {})
     gathers.enabled = False
     x = torch.randn(2, 3)
     for user in (q, k):
         take(gathers, x, user)
-    assert (len(starts), gathers._of(TWO).shared) == (4, None)
+    assert (len(starts), gathers._groups[TWO].gathers) == (4, {})
 
 
 def test_one_gather_is_held(starts):

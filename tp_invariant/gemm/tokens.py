@@ -13,8 +13,11 @@ shared; see gemm/weights.py for the rest.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -39,36 +42,35 @@ class _Gather:
     source: Tensor
     key: tuple
     pending: Pending
-    users: list[tuple[Tensor, bool]] = field(default_factory=list)  # weights of layers, and whether in backward
+    users: dict[tuple[int, bool], Tensor] = field(default_factory=dict)  # weights of layers, by whether in backward
 
-    def has_user(self, user: Tensor, backward: bool) -> bool:
-        return any(one is user and in_backward == backward for one, in_backward in self.users)
+
+def drop(gathers: dict[Any, Any], key: Hashable) -> None:
+    """Drops gathers[key], if there is one: its memory is free once nothing writes to it.
+
+    True and False are the keys of gathers inside and outside of the CUDA graph that is captured. What is left over in a
+    graph ends within it; of a capture that failed there is nothing to wait for.
+    """
+    gather = gathers.pop(key, None)
+    if gather is not None and key != (not is_capturing()):
+        with suppress(RuntimeError):  # nobody takes its result: ranks that part learn of it at their next call
+            gather.pending.wait()
+            gather.pending.release()
 
 
 @dataclass
 class _TokensOfGroup:
-    shared: _Gather | None = None
-    captured: _Gather | None = None  # started in a capture, for the next call in it
+    # outside of graphs (False) the last one, which layers share; inside (True) what is started for the next call there
+    gathers: dict[bool, _Gather] = field(default_factory=dict)
     called: TokenUse | None = None  # the last column-parallel call that may have a backward
 
-    def drop(self) -> None:
-        """The memory of a gather is free once nothing writes to it."""
-        shared, self.shared = self.shared, None
-        if shared is not None:
-            with suppress(RuntimeError):  # nobody takes these tokens: ranks that part learn of it at their next call
-                shared.pending.wait()
-                shared.pending.release()
-
-    def drop_captured(self) -> None:
-        """What nobody took ends within its graph; of a capture that failed there is nothing to wait for."""
-        captured, self.captured = self.captured, None
-        if captured is not None and is_capturing():
-            captured.pending.wait()
-            captured.pending.release()
-
-
-def _start(x: Tensor, dim: int, group: Group, key: tuple, overlapped: bool = False) -> _Gather:
-    return _Gather(x.detach(), key, start_gather_dim(x, dim, group, peers=Peers(overlapped=overlapped)))
+    def start(self, x: Tensor, dim: int, group: Group, captured: bool, peers: Peers) -> _Gather:
+        """The gather of x's tokens that is held already, or one that takes its place."""
+        gather, key = self.gathers.get(captured), _key(x, dim)
+        if gather is None or gather.key != key:
+            drop(self.gathers, captured)
+            gather = self.gathers[captured] = _Gather(x.detach(), key, start_gather_dim(x, dim, group, peers=peers))
+        return gather
 
 
 def _key(x: Tensor, dim: int) -> tuple:
@@ -80,41 +82,33 @@ class SharedTokens:
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._groups: dict[Group, _TokensOfGroup] = {}
+        self._groups: dict[Group, _TokensOfGroup] = defaultdict(_TokensOfGroup)
 
     def __reduce__(self) -> str:  # a function that is sent to another process finds that one's
         return "shared_tokens"
-
-    def _of(self, group: Group) -> _TokensOfGroup:
-        of = self._groups.get(group)
-        return self._groups.setdefault(group, _TokensOfGroup()) if of is None else of
 
     def take(self, x: Tensor, dim: int, group: Group, user: Tensor) -> Pending:
         """All ranks' x [.., features] along `dim`, for the layer that `user` is the weight of.
 
         To be released by it once it is read if `exclusive`; otherwise it is shared.
         """
-        of = self._of(group)
-        if is_capturing():
-            if of.captured is None or of.captured.key != _key(x, dim):
-                of.drop_captured()
-                pending = start_gather_dim(x, dim, group, peers=LENT)
-            else:
-                pending, of.captured = of.captured.pending, None
-            pending.exclusive = True
-            return pending
-        of.drop_captured()
-        if not self.enabled or x.is_inference() or user.is_inference() or in_torch_graph():
-            of.drop()
+        of, capturing = self._groups[group], is_capturing()
+        if not capturing:
+            drop(of.gathers, True)
+        if not (capturing or not self.enabled or x.is_inference() or user.is_inference() or in_torch_graph()):
+            place = id(user), current_backward() != -1
+            if False in of.gathers and place in of.gathers[False].users:
+                drop(of.gathers, False)
+            gather = of.start(x, dim, group, False, LENT)
+            gather.users[place] = user
+            return gather.pending
+        if capturing and True in of.gathers and of.gathers[True].key == _key(x, dim):
+            pending = of.gathers.pop(True).pending
+        else:
+            drop(of.gathers, capturing)
             pending = start_gather_dim(x, dim, group, peers=LENT)
-            pending.exclusive = True
-            return pending
-        shared, backward, key = of.shared, current_backward() != -1, _key(x, dim)
-        if shared is None or shared.key != key or shared.has_user(user, backward):
-            of.drop()
-            shared = of.shared = _start(x, dim, group, key)
-        shared.users.append((user, backward))
-        return shared.pending
+        pending.exclusive = True
+        return pending
 
     def called_with(self, x: Tensor | None, dim: int, group: Group) -> TokenUse | None:
         """A column-parallel layer is called with x, whose tokens its backward will gather; None for one not to be held,
@@ -122,30 +116,23 @@ class SharedTokens:
 
         The layer's backward sets `x` of the result to None, so that nobody starts the gather after it.
         """
-        of = self._of(group)
-        of.called = None
-        if x is not None and not x.is_inference() and not in_torch_graph():
-            of.called = TokenUse(x.detach(), dim, group)
-        return of.called
+        called = None if x is None or x.is_inference() or in_torch_graph() else TokenUse(x.detach(), dim, group)
+        self._groups[group].called = called
+        return called
 
     def before(self, group: Group) -> TokenUse | None:
         """For a row-parallel layer in forward: the call whose backward comes after its own, as far as calls tell."""
-        return self._of(group).called
+        return self._groups[group].called
 
     def start(self, use: TokenUse | None, in_graphs: bool) -> None:
         """Starts the gather that the `take` of the backward of that call will ask for.
 
         in_graphs: whether to do so while a CUDA graph is captured.
         """
-        if use is None or use.x is None or not self.enabled or in_torch_graph():
+        capturing = is_capturing()
+        if use is None or use.x is None or not self.enabled or in_torch_graph() or (capturing and not in_graphs):
             return
-        of, capturing, key = self._of(use.group), is_capturing(), _key(use.x, use.dim)
-        if capturing and in_graphs:
-            of.drop_captured()
-            of.captured = _start(use.x, use.dim, use.group, key, overlapped=True)
-        elif not capturing and (of.shared is None or of.shared.key != key):
-            of.drop()
-            of.shared = _start(use.x, use.dim, use.group, key, overlapped=True)
+        self._groups[use.group].start(use.x, use.dim, use.group, capturing, Peers(overlapped=True))
 
     def forget_calls(self) -> None:
         """No call so far is followed by a backward in what comes now: a CUDA graph of one layer begins."""
@@ -155,8 +142,8 @@ class SharedTokens:
     def clear(self) -> None:
         """Drops what is shared."""
         for of in self._groups.values():
-            of.drop()
-            of.drop_captured()
+            drop(of.gathers, False)
+            drop(of.gathers, True)
         self._groups.clear()
 
 

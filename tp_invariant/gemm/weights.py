@@ -7,17 +7,16 @@ used the gather of the next one runs beside the GEMM of the first. This is a mat
               the same autograd version. `Schedule` says where in a program none is foreseen.
     hangs     Whether a gather starts depends on the group's earlier calls and on versions, which all ranks share, and
               never on when a tensor is freed: the schedule holds what it foresees. Groups have nothing in common.
-    memory    The weights of the last passes are held until `clear()`. What is dropped is waited for first, so that its
-              memory is not given away while bytes still arrive.
     never     Weights that a program computes (casts under autocast), inference tensors, and the weights of fully_shard
               (FSDP2), whose memory is freed and filled again at no other version: neither foreseen nor kept.
     graphs    While a CUDA graph is captured, weights are gathered inside it, or are kept ones, which then stay alive
-              as long as the process. Inside it a gather starts early only with `ahead_in_graphs`. In graphs that
-              torch.compile makes nothing starts early or is kept (core/torch_graphs.py).
+              as long as the process. In graphs that torch.compile makes nothing starts early or is kept
+              (core/torch_graphs.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -34,11 +33,11 @@ from ..core.fsdp import resharded_whole
 from ..core.layout import split_sizes
 from ..core.torch_graphs import in_torch_graph
 from ..core.torch_private import current_backward, version_of
-from .tokens import shared_tokens
+from .tokens import drop, shared_tokens
 
 # --- the order of uses ----------------------------------------------------------------------------------------------
 
-PASSES = 4  # of a forward or a backward: what was not used in so many, or at most in twice as many, is forgotten
+PASSES = 8  # of a forward or a backward: what was not used in so many is forgotten
 
 
 class Phase(IntEnum):
@@ -47,10 +46,6 @@ class Phase(IntEnum):
     INFERENCE = 0  # outside backward, gradients off
     FORWARD = 1  # outside backward, gradients on
     BACKWARD = 2
-
-
-def phase_of(task: int, grad: bool) -> Phase:
-    return Phase.BACKWARD if task != -1 else Phase.FORWARD if grad else Phase.INFERENCE
 
 
 class Schedule:
@@ -62,28 +57,23 @@ class Schedule:
     """
 
     def __init__(self, passes: int = PASSES) -> None:
-        self._passes_of_a_map, self._passes = passes, 0
-        # what followed one or two uses: in the passes of late, and in those before
-        self._recent: dict[tuple, tuple[Hashable, Phase]] = {}
-        self._older: dict[tuple, tuple[Hashable, Phase]] = {}
+        self._limit, self._passes = passes, 0
+        self._followed: dict[tuple, tuple[Hashable, Phase, int]] = {}  # what, and in which pass, after one or two uses
         self._before: tuple = ()  # the last two uses, with their phases
         self._pass: set[Hashable] = set()  # the uses of this pass, in which none comes twice: a forward, a backward
-        self._phase: tuple[Phase, int] | None = None
+        self._phase, self._task = Phase.INFERENCE, -1
 
     def note(self, use: Hashable, phase: Phase, task: int = -1) -> None:
         """`use` happens now; `task` distinguishes one backward from another."""
-        if (phase, task) != self._phase or use in self._pass:
-            self._phase, self._pass = (phase, task), set()
+        if (phase, task) != (self._phase, self._task) or use in self._pass:
+            self._phase, self._task, self._pass = phase, task, set()
             self._passes += 1
-            if self._passes % self._passes_of_a_map == 0:
-                self._recent, self._older = {}, self._recent
+            oldest = self._passes - self._limit
+            self._followed = {uses: known for uses, known in self._followed.items() if known[2] >= oldest}
         self._pass.add(use)
         last = self._before[-1:]
-        self._recent[last] = self._recent[self._before] = use, phase
+        self._followed[last] = self._followed[self._before] = use, phase, self._passes
         self._before = (*last, (use, phase))
-
-    def _followed(self, uses: tuple) -> tuple[Hashable, Phase] | None:
-        return self._recent.get(uses) or self._older.get(uses)
 
     def expected(self) -> Hashable | None:
         """The next use, None where that is unknown or must not be read yet.
@@ -93,12 +83,11 @@ class Schedule:
         not what this pass has used already (then the next pass begins), and gradients on or off as before. From a
         forward into its backward is fine: autograd needs the weights unchanged in between anyway.
         """
-        use, phase = self._followed(self._before) or self._followed(self._before[-1:]) or (None, None)
-        if use is None or self._phase is None:
-            return None
-        if phase == self._phase[0]:
+        last = self._before[-1:]
+        use, phase, _ = self._followed.get(self._before) or self._followed.get(last) or (None, None, 0)
+        if phase == self._phase:
             return None if use in self._pass else use
-        return use if (self._phase[0], phase) == (Phase.FORWARD, Phase.BACKWARD) else None
+        return use if (self._phase, phase) == (Phase.FORWARD, Phase.BACKWARD) else None
 
 
 # --- what is wanted -------------------------------------------------------------------------------------------------
@@ -155,23 +144,15 @@ class _Use(tuple):
     layout: WeightLayout
 
 
-def _uses_of(weight: Tensor, *layouts: WeightLayout) -> list[_Use]:
+def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
     """None for a weight that is never foreseen nor kept; see the module."""
     if weight.is_inference() or weight.grad_fn is not None or resharded_whole(weight) is not None:
-        return []
+        return None
     if not isinstance(weight, nn.Parameter) and autocast_dtype(weight.device) is not None:
-        return []  # a cast, which has no grad_fn where gradients are off
-    uses, memory, alias = [], _memory_of(weight), weight.detach()
-    for layout in layouts:
-        use = _Use((*memory, layout.part, layout.k_dim))
-        use.weight, use.layout = alias, layout
-        uses.append(use)
-    return uses
-
-
-def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
-    uses = _uses_of(weight, layout)
-    return uses[0] if uses else None
+        return None  # a cast, which has no grad_fn where gradients are off
+    use = _Use((*_memory_of(weight), layout.part, layout.k_dim))
+    use.weight, use.layout = weight.detach(), layout
+    return use
 
 
 def _memory_of(weight: Tensor) -> tuple:
@@ -179,24 +160,11 @@ def _memory_of(weight: Tensor) -> tuple:
 
 
 class _Gathered(NamedTuple):
-    """A gathered weight, or one on its way. `captured`: started inside the CUDA graph that is being captured."""
+    """A gathered weight, or one on its way."""
 
     use: _Use
     pending: Pending
     version: int
-    captured: bool
-
-    def serves(self, use: _Use, capturing: bool) -> bool:
-        if self.use != use or self.version != version_of(use.weight):
-            return False
-        return self.pending.waited or self.captured == capturing
-
-
-def _drop(gathered: _Gathered | None) -> None:
-    """Its memory is free once nothing writes to it."""
-    if gathered is not None:
-        gathered.pending.wait()
-        gathered.pending.release()
 
 
 @dataclass
@@ -205,11 +173,16 @@ class _WeightsOfGroup:
     kept: dict[_Use, _Gathered] = field(default_factory=dict)  # and those that were prefetched; the latest last
     early: dict[bool, _Gathered] = field(default_factory=dict)  # what is foreseen, by whether a graph is captured
 
-    def find(self, use: _Use, capturing: bool) -> _Gathered | None:
-        early, kept = self.early.get(capturing), self.kept.get(use) if self.kept else None
-        if early is not None and early.serves(use, capturing):
-            return early
-        return kept if kept is not None and kept.serves(use, capturing) else None
+    def note(self, use: Hashable, grad: bool) -> None:
+        task = current_backward()
+        phase = Phase.BACKWARD if task != -1 else Phase.FORWARD if grad else Phase.INFERENCE
+        self.schedule.note(use, phase, task)
+
+    def find(self, use: _Use | None, capturing: bool) -> _Gathered | None:
+        """What was gathered of `use` as it is now. A graph cannot wait for what was started outside of it."""
+        kept = self.kept.get(use) if use is not None else None
+        held = self.early.get(capturing), kept if kept is not None and (kept.pending.waited or not capturing) else None
+        return next((g for g in held if g is not None and g.use == use and g.version == version_of(g.use.weight)), None)
 
 
 class WeightCache:
@@ -221,8 +194,7 @@ class WeightCache:
 
         keep    how many gathered weights of each group stay after use; the least recently used goes first
         ahead   whether the next weight's gather starts by itself while one is used
-        passes  for how many forwards and backwards a weight that is not used is remembered, and its memory held; it may
-                be for up to twice as many
+        passes  for how many forwards and backwards a weight that is not used is remembered, and its memory held
         ahead_in_graphs     so too while a CUDA graph is captured. For graphs that hold whole passes over a model: a
                 forward, or a forward and its backward. In one that ends between two layers a gather would be left
                 over, and CUDA refuses the capture as having unjoined work: call `clear()` after a capture that failed.
@@ -230,32 +202,25 @@ class WeightCache:
 
     def __init__(self, keep: int = 0, ahead: bool = True, ahead_in_graphs: bool = False, passes: int = PASSES) -> None:
         self.keep, self.ahead, self.ahead_in_graphs, self.passes = keep, ahead, ahead_in_graphs, passes
-        self._groups: dict[Group, _WeightsOfGroup] = {}
+        self._groups: dict[Group, _WeightsOfGroup] = defaultdict(lambda: _WeightsOfGroup(Schedule(self.passes)))
         self._read_by_graphs: list[Tensor] = []
 
     def __reduce__(self) -> str:  # a function that is sent to another process finds that one's
         return "weight_cache"
 
-    def _of(self, group: Group) -> _WeightsOfGroup:
-        of = self._groups.get(group)
-        return self._groups.setdefault(group, _WeightsOfGroup(Schedule(self.passes))) if of is None else of
-
     def holds(self, weight: Tensor, *layouts: WeightLayout) -> list[bool]:
         """Whether each of these layouts of `weight` as it is now, over one group, is here or on its way."""
         if in_torch_graph():
             return [False] * len(layouts)
-        of, capturing = self._of(layouts[0].group), is_capturing()
-        if not (of.kept or capturing in of.early):
-            return [False] * len(layouts)
-        uses = _uses_of(weight, *layouts)
-        return [of.find(use, capturing) is not None for use in uses] or [False] * len(layouts)
+        of, capturing = self._groups[layouts[0].group], is_capturing()
+        return [of.find(_use_of(weight, layout), capturing) is not None for layout in layouts]
 
     def prefetch(self, weight: Tensor, layout: WeightLayout) -> None:
         """Starts gathering `layout` of `weight` unless it is here or on its way, for its next use."""
-        use, of = _use_of(weight, layout), self._of(layout.group)
+        use, of = _use_of(weight, layout), self._groups[layout.group]
         if use is not None and not is_capturing() and of.find(use, False) is None:
-            _drop(of.kept.pop(use, None))
-            of.kept[use] = self._gather(use, early=True)
+            drop(of.kept, use)
+            of.kept[use] = self._start_early(use)
 
     def take(self, weight: Tensor, layout: WeightLayout, *, grad: bool = False) -> Pending:
         """`layout` of `weight`: the gather that is kept or on its way where it is current; else one starts now.
@@ -264,45 +229,39 @@ class WeightCache:
         """
         if in_torch_graph():
             return self._start(weight, layout, early=False)
-        of, use, capturing, task = self._of(layout.group), _use_of(weight, layout), is_capturing(), current_backward()
-        of.schedule.note(layout if use is None else use, phase_of(task, grad), task)
-        gathered = None if use is None else of.find(use, capturing)
-        early = of.early.pop(capturing, None)
-        if early is not gathered:
-            _drop(early)
-        if use is None or (capturing and gathered is None):
-            return self._start(weight, layout, early=False)
-        if gathered is None:
-            gathered = self._gather(use, early=False)
-        elif capturing and gathered is not early:
+        of, use, capturing = self._groups[layout.group], _use_of(weight, layout), is_capturing()
+        of.note(layout if use is None else use, grad)
+        gathered, early = of.find(use, capturing), of.early.get(capturing)
+        if gathered is early:
+            of.early.pop(capturing, None)
+        else:
+            drop(of.early, capturing)
+        if capturing and gathered is not early and gathered is not None:
             self._read_by_graphs.append(gathered.pending.result)
             return Pending(gathered.pending.result, None)
-        if not capturing:
-            self._keep(of, gathered)
-        return gathered.pending
-
-    def _keep(self, of: _WeightsOfGroup, gathered: _Gathered) -> None:
-        """`gathered` stays, as the one used last, where the user asks for that; what was kept in its place goes."""
-        before = of.kept.pop(gathered.use, None)
-        if before is not gathered:
-            _drop(before)
-        if self.keep and not gathered.pending.leased:
-            gathered.pending.for_all_streams = True
-            of.kept[gathered.use] = gathered
-            while len(of.kept) > self.keep:
-                _drop(of.kept.pop(next(iter(of.kept))))
+        pending = self._start(weight, layout, early=False) if gathered is None else gathered.pending
+        if use is not None and not capturing:
+            if of.kept.get(use) is gathered:
+                of.kept.pop(use, None)
+            drop(of.kept, use)
+            if self.keep and not pending.leased:
+                pending.for_all_streams = True
+                of.kept[use] = _Gathered(use, pending, version_of(weight))
+                while len(of.kept) > self.keep:
+                    drop(of.kept, next(iter(of.kept)))
+        return pending
 
     def start_next(self, group: Group) -> None:
         """Starts the gather that is expected next, if any. Call it where what is needed now has been started."""
         if not self.ahead or in_torch_graph():
             return
-        of, capturing = self._of(group), is_capturing()
+        of, capturing = self._groups[group], is_capturing()
         use: Any = of.schedule.expected()
         if not isinstance(use, _Use) or (capturing and not self.ahead_in_graphs):
             return  # it is unknown, never foreseen, or where a graph begins
         if of.find(use, capturing) is None:
-            _drop(of.early.pop(capturing, None))
-            of.early[capturing] = self._gather(use, early=True, captured=capturing)
+            drop(of.early, capturing)
+            of.early[capturing] = self._start_early(use)
 
     def enter(self, place: Hashable) -> None:
         """Where a CUDA graph of one layer begins, in forward or backward: what comes before is not in it.
@@ -310,24 +269,22 @@ class WeightCache:
         `place` stands among the uses of weights from here on, so that nothing is started ahead past it; what came after
         it the time before starts now.
         """
-        task = current_backward()
         for group, of in list(self._groups.items()):
-            of.schedule.note(place, phase_of(task, torch.is_grad_enabled()), task)
+            of.note(place, torch.is_grad_enabled())
             self.start_next(group)
         shared_tokens.forget_calls()
 
     def clear(self) -> None:
         """Forgets everything, also what was learnt of the order of calls, and the tokens that layers share."""
         for of in self._groups.values():
-            # what was left over in a capture that failed is nothing to wait for
-            for gathered in (of.early.get(is_capturing()), *of.kept.values()):
-                _drop(gathered)
+            drop(of.early, is_capturing())
+            for use in list(of.kept):
+                drop(of.kept, use)
         self._groups.clear()
         shared_tokens.clear()
 
-    def _gather(self, use: _Use, *, early: bool, captured: bool = False) -> _Gathered:
-        pending = self._start(use.weight, use.layout, early=early)
-        return _Gathered(use, pending, version_of(use.weight), captured)
+    def _start_early(self, use: _Use) -> _Gathered:
+        return _Gathered(use, self._start(use.weight, use.layout, early=True), version_of(use.weight))
 
     def _start(self, weight: Tensor, layout: WeightLayout, *, early: bool) -> Pending:
         # a kept weight would hold a lent buffer for good
@@ -341,7 +298,7 @@ weight_cache = WeightCache()
 def _after_step(*_: Any) -> None:
     """An optimizer may step inside backward, and write through `.data`: what was gathered ahead is of before."""
     for of in weight_cache._groups.values():
-        _drop(of.early.pop(is_capturing(), None))
+        drop(of.early, is_capturing())
 
 
 register_optimizer_step_post_hook(_after_step)
