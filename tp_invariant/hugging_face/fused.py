@@ -13,6 +13,7 @@ into transformers or torch after that is not noticed.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -21,15 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.bits import raw_bytes
+from ..core.bits import digest
 from ..core.derived_class import derived_class
 from ..core.elementwise import inside_a_layer
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
 from ..core.module_hooks import has_known_forward
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
-from ..functional.gated import ACTIVATIONS, Activation, gated_activation
+from ..functional.gated import Activation, gated_activation
 from ..functional.rotary_embedding import rotary_embedding
 from ..kernels.dtypes import DTYPES
+from ..kernels.rowwise.reference_rope import check_rope
 from ..layers.parameters import ShardedModule
 
 _ROTATION = "apply_rotary_pos_emb"
@@ -52,19 +54,20 @@ def install(model: nn.Module) -> None:
             module.__class__ = derived_class(type(module), _Gated)
 
 
-def _same_bytes(ours: Callable, theirs: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Whether two functions of `inputs` have the same outputs, and gradients of the inputs for `grads` of outputs."""
-    results = []
-    for function in (ours, theirs):
-        with torch.inference_mode(False), torch.enable_grad():
-            leaves = [x.clone().requires_grad_() for x in inputs]
-            outputs = function(*leaves)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            results.append([*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads)])
-    return all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_bytes(a), raw_bytes(b))
-        for a, b in zip(*results, strict=True)
-    )
+def _same_bytes(
+    ours: Callable, theirs: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor], *others: Tensor
+) -> bool:
+    """Whether two functions of `inputs` and `others` have the same outputs, and gradients of `inputs` for `grads`."""
+    digests = []
+    try:
+        for function in (ours, theirs):
+            with torch.enable_grad(), set_tp_invariant_mode(True):
+                leaves = [x.clone().requires_grad_() for x in inputs]
+                outputs = function(*leaves, *others)
+                digests.append(digest([outputs, torch.autograd.grad(outputs, leaves, grads)]))
+    except Exception:  # it needs something else: foreign code may raise any exception
+        return False
+    return digests[0] == digests[1]
 
 
 def _random(*shape: int, exponents: tuple[int, int] = (0, 1), seed: int = 0) -> Tensor:
@@ -99,23 +102,15 @@ def rotation_of(function: Callable[..., Any]) -> Rotation | None:
 @torch.inference_mode(False)
 def _rotates(function: Callable[..., Any], interleaved: bool, features: int) -> bool:
     """Whether `function` has the bytes of rotary_embedding, with cos and sin of this number of eight features."""
-
-    def called(rotate: Callable[..., Any], cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, **options: Any) -> Any:
-        return rotate(q, k, cos, sin, **options)
-
-    for dtype in (torch.float32, torch.bfloat16):
+    ours = functools.partial(rotary_embedding, interleaved=interleaved)
+    for dtype, batch in itertools.product((torch.float32, torch.bfloat16), (1, 2)):
         q, k = (_random(2, heads, 5, 8, exponents=(-60, 60), seed=heads).to(dtype) for heads in (3, 1))
         grads = [_random(*x.shape, seed=7).to(dtype) for x in (q, k)]
         for x in (q, k, *grads):  # zeros of both signs: autograd adds those of slices, and not others
             x *= _random(*x.shape, seed=9) < 0
-        for batch in (1, 2):
-            cos, sin = (_random(batch, 5, features, seed=seed).to(dtype) for seed in (3, 4))
-            ours = functools.partial(called, rotary_embedding, cos, sin, interleaved=interleaved)
-            try:
-                if not _same_bytes(ours, functools.partial(called, function, cos, sin), (q, k), grads):
-                    return False
-            except Exception:  # it takes other arguments: foreign code may raise any exception
-                return False
+        cos, sin = (_random(batch, 5, features, seed=seed).to(dtype) for seed in (3, 4))
+        if not _same_bytes(ours, function, (q, k), grads, cos, sin):
+            return False
     return True
 
 
@@ -136,19 +131,13 @@ def _rotating(former: Callable[..., Any], interleaved: bool, partial: bool) -> C
 
 def _takes(q: Any, k: Any, cos: Any, sin: Any, partial: bool) -> bool:
     """Whether rotary_embedding takes these arguments: [B, heads, S, D] twice, and [B or 1, S, R] twice."""
-    tensors = (q, k, cos, sin)
-    if not all(map(_is_plain, tensors)) or len({(x.dtype, x.device) for x in tensors}) > 1:
+    if not all(map(_is_plain, (q, k, cos, sin))) or cos.requires_grad or sin.requires_grad:
         return False
-    if cos.requires_grad or sin.requires_grad or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or cos.shape != sin.shape:
+    try:
+        check_rope(_ROTATION, q, k, cos, sin)
+    except (TypeError, ValueError):
         return False
-    batch, _, tokens, size = q.shape
-    features = cos.shape[2]
-    return (
-        (k.shape[0], *k.shape[2:]) == (batch, tokens, size)
-        and cos.shape[:2] in ((batch, tokens), (1, tokens))
-        and (features == size or (partial and 0 < features < size))
-        and features % 2 == 0
-    )
+    return partial or cos.shape[-1] == q.shape[-1]
 
 
 # --- gated blocks ---------------------------------------------------------------------------------------------------
@@ -172,15 +161,15 @@ class GatedBlock(NamedTuple):
         """act(gate(x)) * up(x)."""
         names = (self.up, self.gate) if self.up_first else (self.gate, self.up)
         outputs = [getattr(block, name)(x) for name in names if name]
-        a, b = outputs[0], outputs[-1]
-        if _is_plain(a) and _is_plain(b) and a.shape == b.shape and (a.dtype, a.device) == (b.dtype, b.device):
-            if not self.up:
-                with inside_a_layer():
-                    return gated_activation(a, None, self.computes, up_first=self.up_first)
-            with inside_a_layer():
-                return gated_activation(*((b, a) if self.up_first else (a, b)), self.computes)
         first, second = outputs if self.up else outputs[0].chunk(2, dim=-1)
-        return first * self.activation(second) if self.up_first else self.activation(first) * second
+        gate, up = (second, first) if self.up_first else (first, second)
+        alike = (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
+        if not (alike and _is_plain(gate) and _is_plain(up)):
+            return self.activation(gate) * up
+        with inside_a_layer():
+            if self.up:
+                return gated_activation(gate, up, self.computes)
+            return gated_activation(outputs[0], None, self.computes, up_first=self.up_first)
 
     def calls_as_tried(self, block: nn.Module) -> bool:
         """Whether the activation is the one that was tried, and has no hook that is to see its call."""
@@ -193,10 +182,7 @@ class GatedBlock(NamedTuple):
 class _Gated(nn.Module):
     """What the classes of gated blocks derive from, before the class that the block had."""
 
-    _gated_block: Any
-    down_proj: Any
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         block: GatedBlock = self._gated_block
         if len(args) != 1 or kwargs or not is_tp_invariant_mode_enabled() or not block.calls_as_tried(self):
             return super().forward(*args, **kwargs)
@@ -206,65 +192,46 @@ class _Gated(nn.Module):
 def gated_block_of(module: nn.Module) -> GatedBlock | None:
     """How a module computes down(act(gate(x)) * up(x)); None if it does not, or does anything else."""
     children = {name for name, child in module._modules.items() if child is not None}
-    act = next((name for name in ("act_fn", "activation_fn") if name in children), "")
-    halves = "gate_up_proj" in children
-    gate, up = ("gate_up_proj", "") if halves else ("gate_proj", "up_proj")
-    fits = {gate, up or gate, act, "down_proj"} == children and "forward" not in module.__dict__
-    if not fits or isinstance(module, (ShardedModule, _Gated)):
+    act = next(iter(children & {"act_fn", "activation_fn"}), "")
+    gate, up = ("gate_up_proj", "") if "gate_up_proj" in children else ("gate_proj", "up_proj")
+    activation: Any = getattr(module, act, None)
+    if {gate, up or gate, act, "down_proj"} != children or not has_known_forward(activation):
         return None
-    activation: Any = getattr(module, act)
-    if not has_known_forward(activation):
+    if "forward" in module.__dict__ or isinstance(module, (ShardedModule, _Gated)):
         return None
-    for computes in ACTIVATIONS:
-        if computes == "gelu":  # by erf, which has other last bits on GPUs (kernels/rowwise/torch_gated.py)
-            continue
-        for up_first in (False, True):
-            block = GatedBlock(gate, up, act, up_first, computes, activation)
-            if _computes(type(module), block):
-                return block
-    return None
+    blocks = (
+        GatedBlock(gate, up, act, up_first, computes, activation) for computes in _TRIED for up_first in (False, True)
+    )
+    return next((block for block in blocks if _computes(type(module), block)), None)
 
 
-class _Part(nn.Module):
-    """A stand-in for a linear layer: some features of its input. It notes its name when it is called."""
-
-    def __init__(self, name: str, features: slice, calls: list[str]) -> None:
-        super().__init__()
-        self.name, self.features, self.calls = name, features, calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(self.name)
-        return x[..., self.features].clone()
-
-
+_TRIED: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu")  # gelu by erf has other last bits on GPUs
 _SIZE = 64  # of gate and up
 
 
 @torch.inference_mode(False)
 def _computes(kind: Any, block: GatedBlock) -> bool:
     """Whether a module of this class, which has nothing but these submodules, has the bytes of `block`."""
-    calls: list[str] = []
+    calls: Any = []
     twin = object.__new__(kind)
     nn.Module.__init__(twin)
-    parts = [(block.gate, slice(0, _SIZE)), (block.up, slice(_SIZE, None))] if block.up else [(block.gate, slice(None))]
-    for name, features in (*parts, ("down_proj", slice(None))):
-        setattr(twin, name, _Part(name, features, calls))
+
+    def put_linear(name: str, first: int | None, end: int | None) -> None:
+        """A stand-in for a linear layer: some features of its input."""
+        setattr(twin, name, lambda x: calls.append(name) or x[..., first:end].clone())
+
+    put_linear("down_proj", None, None)
+    put_linear(block.gate, 0, _SIZE if block.up else None)
+    if block.up:
+        put_linear(block.up, _SIZE, None)
     setattr(twin, block.act, block.activation)
-
-    def ours(x: Tensor) -> Tensor:
-        return twin.down_proj(block.product(twin, x))
-
-    for dtype in (torch.float32, torch.bfloat16):
-        for exponents in ((-12, 6), (-60, 60)):
-            x = _random(32, 2 * _SIZE, exponents=exponents).to(dtype)
-            dy = _random(32, _SIZE, seed=1).to(dtype)
-            for training in (True, False):
-                calls.clear()
-                try:
-                    with set_tp_invariant_mode(True):
-                        same = _same_bytes(ours, twin.train(training), (x,), (dy,))
-                except Exception:  # it needs something else: foreign code may raise any exception
-                    return False
-                if not same or calls[: len(calls) // 2] != calls[len(calls) // 2 :]:
-                    return False
+    for dtype, exponents, training in itertools.product(
+        (torch.float32, torch.bfloat16), ((-12, 6), (-60, 60)), (True, False)
+    ):
+        x = _random(32, 2 * _SIZE, exponents=exponents).to(dtype)
+        dy = _random(32, _SIZE, seed=1).to(dtype)
+        calls.clear()
+        same = _same_bytes(lambda x: twin.down_proj(block.product(twin, x)), twin.train(training), (x,), (dy,))
+        if not same or calls[: len(calls) // 2] != calls[len(calls) // 2 :]:
+            return False
     return True
