@@ -22,9 +22,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -65,27 +63,24 @@ class Setting(NamedTuple):
         """The library that reads the variable once, when it starts; "" where it is read at every use."""
         return "" if self.where == "torch" else "CUDA" if self.name.startswith(("CUBLAS", "NVIDIA")) else "NCCL"
 
-    def _attribute(self) -> tuple[Any, str]:
-        path, _, name = self.name.rpartition(".")
-        if path == INDUCTOR_CONFIG:
-            return import_module(path), name  # slow to import
-        return attrgetter(path.removeprefix("torch."))(torch) if path != "torch" else torch, name
-
     def read(self) -> Any:
         if self.where == "env":
             return os.environ.get(self.name)
-        return self.get() if self.get else getattr(*self._attribute())
+        return self.get() if self.get else resolve_name(self.name)
 
     def write(self, value: Any) -> None:
-        if self.where == "torch":
-            put = self.put or (
-                getattr(*self._attribute()) if self.get else lambda new: setattr(*self._attribute(), new)
-            )
-            put(value)
-        elif value is None:
+        owner, _, name = self.name.rpartition(".")
+        if self.where == "env":
             os.environ.pop(self.name, None)
+            os.environ.update({} if value is None else {self.name: value})
+        elif self.put or self.get:
+            (self.put or resolve_name(self.name))(value)
         else:
-            os.environ[self.name] = value
+            setattr(resolve_name(owner), name, value)
+
+    def restore(self, before: Any) -> None:
+        if not self.too_late():  # a library keeps what it has read, so the variable stays true
+            self.write(before)
 
     def holds(self) -> bool:
         return self.read() in (self.value, *self.accepted)
@@ -99,89 +94,71 @@ class Setting(NamedTuple):
 
 def _split_k(dtype: str) -> tuple[Setting, Setting]:
     """allow_*_reduced_precision_reduction and its second flag, for split-K: one attribute in torch, two rows here."""
-    matmul, name = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
-    first, second = (lambda: getattr(matmul, name)), (lambda: getattr(matmul, f"{name}_split_k"))
-    path = f"torch.backends.cuda.matmul.{name}"
+    name, path = f"allow_{dtype}_reduced_precision_reduction", "torch.backends.cuda.matmul"
+    first, second = (lambda: getattr(_cuda.matmul, name)), (lambda: getattr(_cuda.matmul, f"{name}_split_k"))
     return (
-        Setting(
-            path, "repeat vllm", False, "cuBLAS may add the parts of a product in 16 bits, depending on the shape",
-            "products with a long K are somewhat slower", True, (), first,
-            lambda new: setattr(matmul, name, (new, second())),
-        ),
-        Setting(
-            f"{path}_split_k", "vllm", False, "cuBLAS may split K, depending on the shape and so on the batch",
-            "products with a long K are several times slower", True, (), second,
-            lambda new: setattr(matmul, name, (first(), new)),
-        ),
+        Setting(f"{path}.{name}", "repeat vllm", False, "cuBLAS may add parts of a product in 16 bits, by its shape",
+                "products with a long K are somewhat slower", True, (), first,
+                lambda new: setattr(_cuda.matmul, name, (new, second()))),
+        Setting(f"{path}.{name}_split_k", "vllm", False, "cuBLAS may split K by the shape, and so by the batch",
+                "products with a long K are several times slower", True, (), second,
+                lambda new: setattr(_cuda.matmul, name, (first(), new))),
     )  # fmt: skip
 
 
+_cuda, _ALGORITHMS = torch.backends.cuda, "torch.use_deterministic_algorithms"
 _TF32 = "a library may round the operands of fp32 products to TF32, 10 bits", "fp32 products several times slower"
 _AUTOTUNE = "the kernel that measures fastest is used, which may be one with another order of sums in another run"
-_NO_GAIN, _SWITCHES = "slower NCCL", "network switches add, in their own order"
-_AS_VLLM = "vLLM sets it; without it your sums may have another order than vLLM's"
 _CHANNELS = "NCCL cuts a message into channels by size, each with an order of its own", "a fraction of the link's speed"
-_cuda = torch.backends.cuda
-
-DETERMINISTIC_ALGORITHMS = Setting(
-    "torch.use_deterministic_algorithms", "repeat", (True, False),
-    "scatters, index_add and the memory-efficient attention's backward add in the order in which threads arrive; with "
-    "warn_only that attention silently keeps its fast order",
-    "slower backward of embeddings, scatters and attention (that one: 47 TFLOP/s instead of 133 on an H200), and an "
-    "error where torch has no deterministic kernel", (False, False),
-    get=lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-    put=lambda new: torch.use_deterministic_algorithms(new[0], warn_only=new[1]),
-)  # fmt: skip
+_SWITCHES = "network switches add, in their own order", "slower NCCL"
+_AS_VLLM = "vLLM sets it; without it your sums may have another order than vLLM's", "slower NCCL"
 
 SETTINGS: tuple[Setting, ...] = (
-    DETERMINISTIC_ALGORITHMS,
-    Setting("CUBLAS_WORKSPACE_CONFIG", "repeat vllm", ":4096:8",
-            "cuBLAS shares workspaces between streams, and its order of addition depends on the one that it gets",
-            "some 24 MiB of GPU memory", accepted=(":16:8",)),
+    Setting(_ALGORITHMS, "repeat", (True, False),
+            "scatters, index_add and the memory-efficient attention's backward add in the order of threads' arrival",
+            "slower backward of embeddings, scatters and attention (that one: 47 TFLOP/s instead of 133 on an H200), "
+            "and an error where torch has no deterministic kernel", (False, False), (),
+            lambda: (torch.are_deterministic_algorithms_enabled(),
+                     torch.is_deterministic_algorithms_warn_only_enabled()),
+            lambda new: torch.use_deterministic_algorithms(new[0], warn_only=new[1])),
+    Setting("CUBLAS_WORKSPACE_CONFIG", "repeat vllm", ":4096:8", "cuBLAS shares workspaces between streams, and its "
+            "order of addition depends on the one that it gets", "some 24 MiB of GPU memory", None, (":16:8",)),
     Setting("NVIDIA_TF32_OVERRIDE", "repeat", "0", *_TF32),
     # torch raises where a user has set another fp32_precision besides: it is an error here, too
-    Setting("torch.set_float32_matmul_precision", "repeat vllm", "highest", *_TF32, "highest",
-            get=torch.get_float32_matmul_precision),
+    Setting("torch.set_float32_matmul_precision", "repeat vllm", "highest", *_TF32, "highest", (),
+            torch.get_float32_matmul_precision),
     Setting("torch.backends.cudnn.allow_tf32", "repeat vllm", False, *_TF32, True),
     Setting("torch.backends.cudnn.deterministic", "repeat", True,
-            "cuDNN's fast convolution gradients add in the order in which threads arrive", "slower convolutions",
-            False),
+            "cuDNN's fast convolution gradients add in the order of threads' arrival", "slower convolutions", False),
     Setting("torch.backends.cudnn.benchmark", "repeat", False, _AUTOTUNE, "slower convolutions", False),
     *_split_k("bf16"),
     *_split_k("fp16"),
     Setting("torch.backends.cuda.matmul.allow_fp16_accumulation", "repeat", False,
             "cuBLAS may accumulate fp16 products in fp16", "none", False),
-    Setting("torch.backends.cuda.enable_cudnn_sdp", "repeat", False,
-            "cuDNN attention: 24 of 56 repeats of one call gave another dq on an H200",
-            "flash attention takes its place: 0.55 of its forward speed at 8192 tokens on an H200", True,
-            get=_cuda.cudnn_sdp_enabled),
+    Setting("torch.backends.cuda.enable_cudnn_sdp", "repeat", False, "cuDNN attention: 24 of 56 repeats of one call "
+            "gave another dq on an H200", "flash attention takes its place: 0.55 of its forward speed at 8192 tokens",
+            True, (), _cuda.cudnn_sdp_enabled),
     Setting("torch.backends.cuda.enable_flash_sdp", "repeat", False,
             "flash attention gives a head other bits when fewer heads are in the call (dq: 120 of 192)",
             "the memory-efficient kernel takes its place: 0.5 of its forward speed, 0.16 of forward plus backward",
-            True, get=_cuda.flash_sdp_enabled),
+            True, (), _cuda.flash_sdp_enabled),
     Setting("torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp", "repeat", False,
-            "math attention may add in 16 bits", "none", False, get=_cuda.fp16_bf16_reduction_math_sdp_allowed),
-    Setting(f"{INDUCTOR_CONFIG}.deterministic", "repeat", True, _AUTOTUNE,
-            "slower compiled kernels; torch.compile(mode='max-autotune') still has flex attention tuned: leave it out",
-            False),
+            "math attention may add in 16 bits", "none", False, (), _cuda.fp16_bf16_reduction_math_sdp_allowed),
+    Setting(f"{INDUCTOR_CONFIG}.deterministic", "repeat", True, _AUTOTUNE, "slower compiled kernels; "
+            "torch.compile(mode='max-autotune') still has flex attention tuned: leave it out", False),
     *(Setting(f"{INDUCTOR_CONFIG}.{name}", "repeat", False, _AUTOTUNE, "slower compiled kernels", False)
       for name in ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")),
     # since NCCL 2.31 "allreduce:tree" alone leaves other collectives no algorithm
-    Setting("NCCL_ALGO", "wire vllm", "ring,tree;allreduce:tree",
-            "NCCL picks the order of an all-reduce's sums by size, ring or tree",
-            "large all-reduces are slower than ring", accepted=("allreduce:tree",)),
+    Setting("NCCL_ALGO", "wire vllm", "ring,tree;allreduce:tree", "NCCL picks the order of an all-reduce's sums by "
+            "size, ring or tree", "large all-reduces are slower than ring", None, ("allreduce:tree",)),
     Setting("NCCL_PROTO", "wire vllm", "Simple",
             "NCCL picks the protocol, and with it the chunks that it adds, by size", "small messages take longer"),
-    Setting("NCCL_MIN_NCHANNELS", "wire vllm", "1", *_CHANNELS),
-    Setting("NCCL_MAX_NCHANNELS", "wire vllm", "1", *_CHANNELS),
-    Setting("NCCL_LAUNCH_MODE", "wire vllm", "GROUP", "GPUs of one process may launch in any order", _NO_GAIN),
-    Setting("NCCL_NVLS_ENABLE", "wire vllm", "0", _SWITCHES, _NO_GAIN),
-    Setting("NCCL_COLLNET_ENABLE", "wire vllm", "0", _SWITCHES, _NO_GAIN),
-    Setting("NCCL_P2P_NET_DISABLE", "vllm", "1", _AS_VLLM, _NO_GAIN),
-    Setting("NCCL_NTHREADS", "vllm", "1", _AS_VLLM, _NO_GAIN),
-    Setting("NCCL_SOCKET_NTHREADS", "vllm", "1", _AS_VLLM, _NO_GAIN),
+    *(Setting(name, "wire vllm", "1", *_CHANNELS) for name in ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")),
+    Setting("NCCL_LAUNCH_MODE", "wire vllm", "GROUP", "GPUs of one process may launch in any order", "slower NCCL"),
+    *(Setting(name, "wire vllm", "0", *_SWITCHES) for name in ("NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE")),
+    *(Setting(f"NCCL_{name}", "vllm", "1", *_AS_VLLM) for name in ("P2P_NET_DISABLE", "NTHREADS", "SOCKET_NTHREADS")),
     Setting("VLLM_ALLREDUCE_USE_SYMM_MEM", "vllm", "0",
-            "vLLM's own all-reduce adds in another order than NCCL", _NO_GAIN),
+            "vLLM's own all-reduce adds in another order than NCCL", "slower NCCL"),
 )  # fmt: skip
 
 
@@ -204,8 +181,7 @@ def enable(
         ValueError: you have set another value, and override is False; an invalid seed or profile.
         RuntimeError: CUDA or NCCL has already read another value, which override cannot change; says what to do.
     """
-    _check_seed(seed)
-    _apply(_selected(profiles, warn_only), override)
+    _set(seed, profiles, warn_only, override)
     _seed_all(seed)
 
 
@@ -218,8 +194,7 @@ def deterministic(
     It nests. A variable of the environment stays set if CUDA or NCCL, which keep what they read, has started inside.
     Arguments and errors as for enable.
     """
-    _check_seed(seed)
-    with _apply(_selected(profiles, warn_only), override) as undo:
+    with _set(seed, profiles, warn_only, override) as undo:
         undo.callback(random.setstate, random.getstate())
         if "numpy" in sys.modules:
             numpy_random = sys.modules["numpy"].random
@@ -232,17 +207,20 @@ def deterministic(
         yield
 
 
-def _selected(profiles: Sequence[str], warn_only: bool) -> list[Setting]:
+def _selected(profiles: Sequence[str]) -> list[Setting]:
     if isinstance(profiles, str) or not profiles or any(profile not in PROFILES for profile in profiles):
         raise ValueError(f"profiles={profiles!r} is not understood: pass a tuple of {', '.join(map(repr, PROFILES))}")
-    chosen = [setting for setting in SETTINGS if set(setting.profiles.split()) & set(profiles)]
-    if warn_only:
-        chosen[chosen.index(DETERMINISTIC_ALGORITHMS)] = DETERMINISTIC_ALGORITHMS._replace(value=(True, True))
-    return chosen
+    return [setting for setting in SETTINGS if set(setting.profiles.split()) & set(profiles)]
 
 
-def _apply(settings: Sequence[Setting], override: bool) -> contextlib.ExitStack:
+def _set(seed: int, profiles: Sequence[str], warn_only: bool, override: bool) -> contextlib.ExitStack:
     """Sets all settings, or raises and sets none; closing the stack restores them in reverse order."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:  # numpy's limit
+        raise ValueError(f"seed={seed!r} is not understood: pass an integer from 0 to {2**32 - 1}")
+    settings = [
+        setting._replace(value=(True, warn_only)) if setting.name == _ALGORITHMS else setting
+        for setting in _selected(profiles)
+    ]
     wanted = [(setting, setting.read()) for setting in settings if not setting.holds()]
     for setting, current in wanted:
         differs = f"{setting.name} is {current!r} and should be {setting.value!r}"
@@ -257,20 +235,10 @@ def _apply(settings: Sequence[Setting], override: bool) -> contextlib.ExitStack:
             )
     with contextlib.ExitStack() as undo:
         for setting in settings:
-            undo.callback(_restore, setting, setting.read())
+            undo.callback(setting.restore, setting.read())
         for setting, _ in wanted:
             setting.write(setting.value)
         return undo.pop_all()
-
-
-def _restore(setting: Setting, before: Any) -> None:
-    if not setting.too_late():  # the library keeps what it has read, so the variable stays true
-        setting.write(before)
-
-
-def _check_seed(seed: int) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:  # numpy's limit
-        raise ValueError(f"seed={seed!r} is not understood: pass an integer from 0 to {2**32 - 1}")
 
 
 def _seed_all(seed: int) -> None:
@@ -291,8 +259,7 @@ def checkpoint_kwargs() -> dict[str, Any]:
     return {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The state of one setting: `is_set` says whether `current` is sufficient; `meaning` what happens otherwise."""
 
     name: str
@@ -316,17 +283,11 @@ class Row:
         )
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(tuple[Row, ...]):
     """The rows of `report()`; prints one line for each row that is set and three for each that is not."""
 
-    rows: tuple[Row, ...]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
     def __str__(self) -> str:
-        return "\n".join(map(str, self.rows))
+        return "\n".join(map(str, self))
 
 
 def report(profiles: Sequence[str] = PROFILES) -> Report:
@@ -337,8 +298,8 @@ def report(profiles: Sequence[str] = PROFILES) -> Report:
     Raises:
         ValueError: a profile that does not exist.
     """
-    rows = []
-    for s in _selected(profiles, warn_only=False):
-        is_set, named = s.holds(), tuple(s.profiles.split())
-        rows.append(Row(s.name, s.where, s.read(), s.value, is_set, not is_set and s.too_late(), s.why, s.cost, named))
-    return Report(tuple(rows))
+    return Report(
+        Row(s.name, s.where, s.read(), s.value, s.holds(), not s.holds() and s.too_late(), s.why, s.cost,
+            tuple(s.profiles.split()))
+        for s in _selected(profiles)
+    )  # fmt: skip

@@ -48,7 +48,7 @@ def collect() -> dict[str, Any]:
         "versions": _versions(),
         "devices": _devices(),
         "gate": _gate(),
-        "settings": [dataclasses.asdict(row) for row in determinism.report()],
+        "settings": [row._asdict() for row in determinism.report()],
         "gemm": _gemm_kernel(),
     }
     return facts | {"claims": [dataclasses.asdict(claim) for claim in claims(facts)]}
