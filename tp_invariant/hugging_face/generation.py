@@ -17,6 +17,7 @@ from ..comm.wire import gather_objects
 from ..consistency.agreement import compare_call
 from ..consistency.differences import format_values, ranks_by_value
 from ..core.bits import tensor_hash
+from . import continuous_batching
 
 _CRITERIA = 3  # the place of `stopping_criteria` among the arguments of transformers' generate
 
@@ -31,6 +32,7 @@ class Generating(nn.Module):
             RuntimeError: the same on every rank, if the ranks' texts differ; names the step, the tokens and the ranks.
         """
         former: Any = super()
+        continuous_batching.as_ordinary(self)
         group = layers_group(self, of_replica=True)
         if group.size > 1 and options.get("cache_implementation") != "paged":  # which takes no criteria
             if len(args) > _CRITERIA:
@@ -38,6 +40,32 @@ class Generating(nn.Module):
             else:
                 options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), _SameText(group)]
         return former.generate(*args, **options)
+
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, **options: Any
+    ) -> Any:
+        """transformers' own, of every rank; the ranks compare the tokens of every step.
+
+        Raises:
+            ValueError: the ranks do not divide the key heads; CUDA graphs of several ranks; torch.compile.
+        """
+        former: Any = super()
+        start = former.init_continuous_batching
+        return continuous_batching.begin(self, start, generation_config, continuous_batching_config, **options)
+
+    def generate_batch(self, *args: Any, **options: Any) -> Any:
+        """transformers' own, of every rank.
+
+        Raises:
+            RuntimeError: a request failed, which transformers only logs.
+        """
+        former: Any = super()
+        results = former.generate_batch(*args, **options)
+        errors = {name: result.error for name, result in results.items() if result.error is not None}
+        if errors:
+            name, error = next(iter(errors.items()))
+            raise RuntimeError(f"{len(errors)} of {len(results)} requests failed; {name}: {error}")
+        return results
 
 
 class _SameText:

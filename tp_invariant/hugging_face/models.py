@@ -24,14 +24,14 @@ from ..core.module_hooks import with_key
 from ..functional.attention_choice import refuse_dropout, safe_attention, torchs_attention
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..layers.linear import Linear
+from .continuous_batching import ENGINE_NAMES, NAME, Steps, is_paged, read_cache
+from .continuous_batching import PREFIX as _PREFIX
 from .generation import Generating
 from .masks import Packing, VisibleKeys, attend, visible_keys
 from .saving import install_saving
 
-NAME = "tp_invariant"
 _REPLACED = ("sdpa", "eager")
 SAFE_IMPLEMENTATIONS = (*_REPLACED, NAME)
-_PREFIX = NAME + "_"
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' FlashAttentionKwargs
 _SHARED = ("torch", "transformers", NAME)  # packages whose other modules are no one model's
 # Other arguments that models pass to an attention function and that it does not need: the mask contains the same
@@ -161,16 +161,18 @@ def register_attention() -> None:
     Raises (at a forward):
         ValueError: dropout where a rank has a part of the heads; output_attentions, which nothing has; a window without
             a mask that would say where it stands; and whatever else a model hands its attention that this one does not
-            know: position biases, chosen blocks or indices, paged caches.
+            know: position biases, chosen blocks or indices.
         NotImplementedError, AttributeError: a model that computes with its mask (GPT-J, Bloom).
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     for original in _REPLACED:
-        AttentionInterface.register(_PREFIX + original, _HuggingFace(original))
+        for name in (_PREFIX + original, ENGINE_NAMES[_PREFIX + original]):
+            AttentionInterface.register(name, _HuggingFace(original))
         AttentionMaskInterface.register(_PREFIX + original, _Mask(ALL_MASK_ATTENTION_FUNCTIONS[original], True))
-    AttentionInterface.register(NAME, _HuggingFace(None))
+    for name in (NAME, ENGINE_NAMES[NAME]):  # under the engine's names transformers makes no mask
+        AttentionInterface.register(name, _HuggingFace(None))
     AttentionMaskInterface.register(NAME, _Mask(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], False))
 
 
@@ -204,6 +206,7 @@ def install(model: Any, attention_stays: bool = False) -> None:
             with_key(module.register_forward_pre_hook(_refuse_attentions, with_kwargs=True), "refuse_attentions")
             if hasattr(module, "generate") and not isinstance(module, Generating):
                 module.__class__ = derived_class(type(module), Generating)
+                with_key(module.register_forward_pre_hook(Steps(), with_kwargs=True), "continuous_batching")
             install_saving(module)
     if getattr(model, "loss_function", None) is ForCausalLMLoss:
         model.loss_function = CausalLMLoss(model.get_output_embeddings())
@@ -296,6 +299,7 @@ class _HuggingFace:
             given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, s_aux=s_aux, **others)
             given = {name: value for name, value in given.items() if value is not None}
             return self._stock(module)(module, query, key, value, attention_mask, **given)
+        paged = read_cache(module, key, value, others) if is_paged(others.get("cache")) else None
         others.setdefault("output_attentions", getattr(getattr(module, "config", None), "output_attentions", None))
         unknown = {
             name: passed for name, passed in others.items()
@@ -327,7 +331,9 @@ class _HuggingFace:
                 "would be others than the model means"
             )
         options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux)
-        if isinstance(attention_mask, VisibleKeys):
+        if paged is not None:
+            out = paged.attend(query, **options)
+        elif isinstance(attention_mask, VisibleKeys):
             out = attend(query, key, value, _with_packing(attention_mask, others), **options)
         elif any(others.get(name) is not None for name in _PACKED):
             raise ValueError(

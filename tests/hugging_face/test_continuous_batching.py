@@ -1,0 +1,213 @@
+"""transformers' continuous batching: what it draws from are rows of one whole forward on one rank, at every degree."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+
+import hf_models
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+import tp_invariant as tpi
+from tp_invariant.hugging_face import continuous_batching
+from tp_invariant.testing import rank_pool
+
+NEW, LENGTHS = 6, [5, 150, 1, 70, 131, 33, 129]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_ranks():
+    """A pool of their own. The engine makes a group for each run, which torch names after its ranks alone where there
+    are others, and ranks then find the addresses of the group before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_pool, "_pools", {})
+        run_ranks(build_nothing, 2)
+        yield
+        rank_pool.discard_pool("cpu")
+
+
+def build_nothing(tp_group):
+    """The first case of a pool decides how many ranks it has."""
+
+
+build = functools.partial(hf_models.build, max_position_embeddings=256)
+
+
+def prompts():
+    """Of many lengths; three begin alike, so that requests share pages of the cache."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randint(3, hf_models.VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [made[1][:40] + prompt if i % 3 == 0 else prompt for i, prompt in enumerate(made)]
+
+
+def bytes_of(rows):
+    return {row.contiguous().numpy().tobytes() for row in rows.float()}
+
+
+def manage(manager, requests, count):
+    """The results of all requests, of which the last half arrives after the first has finished."""
+    results, half = {}, len(requests) // 2
+    for name, prompt in requests[:half]:
+        manager.add_request(prompt, request_id=name)
+    until = time.monotonic() + 60
+    while len(results) < count and manager.is_running() and time.monotonic() < until:
+        result = manager.get_result(timeout=1)
+        if result is None or not result.is_finished():
+            continue
+        if not results:
+            for name, prompt in requests[half:]:
+                manager.add_request(prompt, request_id=name)
+        results[result.request_id] = result
+    return results
+
+
+def serve(tp_group, family, mode, seed, budget, copies=1, spoil=None):
+    """Every request's text, or the errors; the bytes of all rows of logits; the number of tokens in all steps."""
+    rows, tokens = set(), []
+    with tpi.set_tp_invariant_mode(mode):
+        over_mesh = family == "gemma3"
+        over = DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",)) if over_mesh else tp_group
+        model = tpi.parallelize(build(family).eval(), over)
+
+        def record(module, args, kwargs, output):
+            rows.update(bytes_of(output.logits[0]))
+            tokens.append(kwargs["input_ids"].numel())
+
+        model.register_forward_hook(record, with_kwargs=True)
+        if spoil == "draws" and tp_group.rank() == 1:
+            model.register_forward_hook(lambda *args: torch.rand(1) and None)
+        requests = [(str(i), prompt) for i, prompt in enumerate(prompts())]
+        random.Random(seed).shuffle(requests)
+        manager = model.init_continuous_batching(
+            transformers.GenerationConfig(
+                max_new_tokens=NEW, do_sample=copies > 1, num_return_sequences=copies, eos_token_id=-1, pad_token_id=0
+            ),
+            transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=budget, page_size=16, seed=3),
+        )
+        manager.start()
+        try:
+            results = manage(manager, requests, len(requests) * copies)
+        finally:
+            manager.stop(block=True, timeout=20)
+            manager.destroy()
+        errors = {result.error for result in results.values()} - {None}
+        return errors or {name: result.generated_tokens for name, result in results.items()}, rows, sum(tokens)
+
+
+def rows_of_whole_forwards(tp_group, family, texts):
+    """The bytes of the rows from which each text's tokens come; and the tokens of the largest logits."""
+    rows, greedy = {}, {}
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        model = tpi.parallelize(build(family).eval(), tp_group)
+        for name, text in texts.items():
+            prompt = prompts()[int(name.partition("__")[0])]
+            logits = model(torch.tensor([prompt + text]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            rows[name], greedy[name] = bytes_of(logits), logits.argmax(-1).tolist()
+    return rows, greedy
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_every_row_has_the_bytes_of_a_whole_forward_on_one_rank(family):
+    """Two orders and budgets of tokens a step, which cut prompts; gemma3, over a DeviceMesh, has a cache
+    that drops what its window has passed."""
+    texts = None
+    for ranks, seed, budget in ((1, 0, 48), (2, 1, 200)):
+        for text, rows, tokens in run_ranks(serve, ranks, family, True, seed, budget):
+            if texts is None:
+                texts = text
+                expected, greedy = run_ranks(rows_of_whole_forwards, 1, family, texts)[0]
+                assert len(texts) == len(LENGTHS) and greedy == texts
+            assert text == texts
+            assert all(one <= rows for one in expected.values())
+            without_sharing = sum(map(len, prompts())) + (NEW - 1) * len(text)
+            assert tokens == without_sharing if family == "gemma3" else tokens < without_sharing
+    _, off, _ = run_ranks(serve, 1, family, False, 0, 48)[0]
+    assert not all(one <= off for one in expected.values()), "the control: transformers' own attention"
+
+
+def serve_from_position_0(tp_group, *args):
+    former = continuous_batching._first_keys
+    continuous_batching._first_keys = lambda position_ids, cu_q, cu_k: torch.zeros_like(cu_q[1:])
+    try:
+        return serve(tp_group, *args)
+    finally:
+        continuous_batching._first_keys = former
+
+
+def test_first_keys_are_needed():
+    """A control: without their positions, sums over a window's keys are cut at other places."""
+    text, rows, _ = run_ranks(serve_from_position_0, 1, "mistral", True, 0, 48)[0]
+    expected, _ = run_ranks(rows_of_whole_forwards, 1, "mistral", text)[0]
+    assert not all(one <= rows for one in expected.values())
+    text, rows, _ = run_ranks(serve, 1, "mistral", True, 0, 48)[0]
+    expected, _ = run_ranks(rows_of_whole_forwards, 1, "mistral", text)[0]
+    assert all(one <= rows for one in expected.values())
+
+
+def test_forks():
+    """Several completions of a prompt, which share its pages and copy the last one."""
+    for text, rows, _ in run_ranks(serve, 2, "qwen3", True, 0, 64, 3):
+        assert len(text) == 3 * len(LENGTHS) and len({str(x) for x in text.values()}) > len(LENGTHS)
+        expected, _ = run_ranks(rows_of_whole_forwards, 1, "qwen3", text)[0]
+        assert all(one <= rows for one in expected.values())
+
+
+def test_ranks_that_draw_differently_say_so():
+    for errors, *_ in run_ranks(serve, 2, "llama", True, 0, 64, 2, "draws"):
+        (error,) = errors
+        assert "the 2 ranks of tp_group have different tokens or requests in a step" in error
+
+
+def batch_and_forward(tp_group, family, how):
+    """By generate_batch, then by generate and with the mode off, on one model."""
+    model = tpi.parallelize(build(family).eval(), tp_group)
+    options = dict(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=32, page_size=16)
+    texts = []
+    for mode in (True, False, True):
+        with tpi.set_tp_invariant_mode(mode):
+            results = model.generate_batch(
+                prompts()[2:4], generation_config=transformers.GenerationConfig(**options),
+                continuous_batching_config=config,
+            )  # fmt: skip
+            texts.append([result.generated_tokens for result in results.values()])
+            ids = torch.tensor(prompts()[3:4])
+            text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+            assert text == texts[-1][1], f"generate, mode {mode}"
+    return texts, model.config._attn_implementation
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_generate_batch_beside_generate(family):
+    """In both modes, of a model whose attention was sdpa or eager, and which has its name again."""
+    for texts, name in run_ranks(batch_and_forward, 2, family, None):
+        assert texts[0] == texts[2] and name == f"tp_invariant_{'eager' if family == 'gemma2' else 'sdpa'}"
+
+
+def refused(tp_group, options, config):
+    model = tpi.parallelize(build("llama", **options).eval(), tp_group)
+    with tpi.set_tp_invariant_mode(True):
+        try:
+            model.generate_batch(
+                prompts()[:1], transformers.GenerationConfig(max_new_tokens=2),
+                transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32, page_size=16, **config),
+            )  # fmt: skip
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    "options, config, text",
+    [
+        ({}, dict(use_cuda_graph=True), "continuous batching over 2 ranks takes no CUDA graphs"),
+        ({}, dict(varlen_compile_config=transformers.CompileConfig()), "varlen_compile_config is given"),
+    ],
+)
+def test_what_is_refused(options, config, text):
+    errors = run_ranks(refused, 2, options, config)
+    assert errors[0] == errors[1] and text in errors[0]
