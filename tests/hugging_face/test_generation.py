@@ -9,6 +9,7 @@ import transformers
 from ranks import run_ranks
 
 import tp_invariant as tpi
+from tp_invariant.testing import assert_bitwise_equal
 
 TWO_LIKELY = dict(do_sample=True, top_k=2, max_new_tokens=12)
 
@@ -90,3 +91,46 @@ def test_ranks_seeded_alike_write_the_text_of_one_rank(how):
         (alone,) = run_ranks(whole_batch, 1, how)
         assert run_ranks(whole_batch, 2, how) == [alone, alone]
     assert len(alone[0]) <= (10 if "criteria" in how else 14)
+
+
+MANNERS = {
+    "dynamic": {},
+    "static": dict(cache_implementation="static"),
+    "hybrid": dict(cache_implementation="hybrid"),
+    "a prompt in chunks": dict(prefill_chunk_size=16),
+    "a prompt in chunks to a static cache": dict(prefill_chunk_size=16, cache_implementation="static"),
+    "assisted by the prompt": dict(prompt_lookup_num_tokens=3),
+    "assisted by a model": dict(assistant_model=True, do_sample=True),
+    "assisted by its first layer": dict(assistant_early_exit=1),
+}
+
+
+def rows_of_every_manner(tp_group, family, mode):
+    """By manner: the rows of logits that generate draws from, those of one forward of the text, and the text."""
+    results = {}
+    with tpi.set_tp_invariant_mode(mode), torch.no_grad():
+        model = tpi.parallelize(hf_models.build(family, max_position_embeddings=256).eval(), tp_group)
+        ids = torch.randint(3, hf_models.VOCABULARY, (1, 131), generator=torch.Generator().manual_seed(0))
+        ids[0, 60:100] = ids[0, 10:50]
+        for manner, options in MANNERS.items():
+            torch.manual_seed(0)
+            got = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, eos_token_id=None, pad_token_id=0,
+                **{"do_sample": False} | options | ({"assistant_model": model} if "by a model" in manner else {}),
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            whole = model(got.sequences, use_cache=False).logits[0, ids.shape[1] - 1 : -1]
+            results[manner] = torch.cat(list(got.logits)), whole, got.sequences
+    return results
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_caches_chunks_and_assistants_give_the_rows_of_one_forward(family):
+    """At two ranks and one; mistral's window has passed keys that sums over a whole sequence begin with."""
+    (alone,) = run_ranks(rows_of_every_manner, 1, family, True)
+    for results in (alone, *run_ranks(rows_of_every_manner, 2, family, True)):
+        for manner, (rows, whole, text) in results.items():
+            assert_bitwise_equal(rows, whole, manner)
+            assert_bitwise_equal((rows, text), (alone[manner][0], alone[manner][2]), manner)
+    off, *_ = run_ranks(rows_of_every_manner, 2, family, False)
+    assert all(not torch.equal(rows, whole) for rows, whole, _ in off.values()), "the control"

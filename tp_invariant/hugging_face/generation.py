@@ -41,6 +41,13 @@ class Generating(nn.Module):
                 options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), _SameText(group)]
         return former.generate(*args, **options)
 
+    def _get_static_cache_init_shape(self) -> Any:
+        """Where prefill_chunk_size is given, transformers makes a static cache at once, with the heads of all ranks.
+        Without this it makes the cache from the first keys, which are those of this rank's heads."""
+        former: Any = super()
+        whole = layers_group(self, of_replica=True).size == 1
+        return former._get_static_cache_init_shape() if whole else None
+
     def init_continuous_batching(
         self, generation_config: Any = None, continuous_batching_config: Any = None, **options: Any
     ) -> Any:
