@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def _number(value: Tensor | float) -> float:
     return value.detach().item() if isinstance(value, Tensor) else float(value)
 
 
-class DigestLog:
+class DigestLog(AbstractContextManager["DigestLog"]):
     """Appends a line of JSON to a file after each step: loss, gradient norm, every gradient and every parameter.
 
         log = tpi.DigestLog("run.log", model, tp_group=tp_group)
@@ -116,9 +117,6 @@ class DigestLog:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> DigestLog:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +240,11 @@ def _blas() -> str:
     return "BLAS calls give the bits of the elementwise chain"
 
 
-def _same_in_slices(what: str, run: Callable[[slice], Iterable[Tensor]], size: int) -> None:
-    """Compares run(slice(0, size)) with runs of slices of its first dim."""
-    whole = list(run(slice(0, size)))
+def _same_in_slices(what: str, function: Callable[..., Sequence[Tensor]], *data: Tensor) -> None:
+    """Compares function(*data) with its results of slices of the first dim."""
+    whole, size = function(*data), len(data[0])
     for rows in (slice(0, 1), slice(1, size // 3), slice(size // 3, size)):
-        assert_bitwise_equal(list(run(rows)), [t[rows] for t in whole], f"{what} {rows}")
+        assert_bitwise_equal(list(function(*(t[rows] for t in data))), [t[rows] for t in whole], f"{what} {rows}")
 
 
 def _norms(device: str) -> str:
@@ -253,42 +253,38 @@ def _norms(device: str) -> str:
         call = NormCall(resolve_group(None), TokenSharding(1, 0), 1e-5, rms, False)
         x = wide_randn(24, 257, generator=generator, spread=2).to(device, dtype)
         weight = wide_randn(257, generator=generator, spread=2).to(device, dtype)
-
-        def run(rows: slice, x: Tensor = x, weight: Tensor = weight, call: Any = call) -> list[Tensor]:
-            return [Norm.apply(x[rows], weight, None if call.rms else weight, call)]
-
-        _same_in_slices(f"{'RMSNorm' if rms else 'LayerNorm'} of {dtype} rows", run, 24)
+        fixed = weight, None if rms else weight, call
+        what = f"{'RMSNorm' if rms else 'LayerNorm'} of {dtype} rows"
+        _same_in_slices(what, lambda x, fixed=fixed: [Norm.apply(x, *fixed)], x)
     return "LayerNorm and RMSNorm of slices of rows"
 
 
 def _losses(device: str) -> str:
+    def loss_of(logits: Tensor, target: Tensor) -> list[Tensor]:
+        own = logits.clone().requires_grad_()
+        with mode.set_tp_invariant_mode(True):
+            loss = vocab_parallel_cross_entropy(own, target, tp_group=None, reduction="none")
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), own)]
+
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(257, (24,), generator=generator).to(device)
     for dtype in BUNDLED_DTYPES:
         logits = wide_randn(24, 257, generator=generator, spread=2).to(device, dtype)
-
-        def run(rows: slice, logits: Tensor = logits) -> list[Tensor]:
-            own = logits[rows].clone().requires_grad_()
-            with mode.set_tp_invariant_mode(True):
-                loss = vocab_parallel_cross_entropy(own, target[rows], tp_group=None, reduction="none")
-            return [loss.detach(), *torch.autograd.grad(loss.sum(), own)]
-
-        _same_in_slices(f"loss of {dtype} tokens", run, 24)
+        _same_in_slices(f"loss of {dtype} tokens", loss_of, logits, target)
     return f"cross-entropy of slices of tokens, forward and backward, {len(BUNDLED_DTYPES)} dtypes"
 
 
 def _attention(device: str) -> str:
+    def attend(*heads_first: Tensor) -> list[Tensor]:
+        q, k, v, dy = (t.transpose(0, 1).contiguous() for t in heads_first)
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        y = safe_attention(*inputs, is_causal=True)
+        return [t.detach().transpose(0, 1) for t in (y, *torch.autograd.grad(y, inputs, dy))]
+
     generator = torch.Generator().manual_seed(0)
     for dtype in BUNDLED_DTYPES if device == "cuda" else (torch.float32, torch.bfloat16):
-        data = [torch.randn(6, 1, 33, 64, generator=generator).to(device, dtype) for _ in range(4)]  # heads first
-
-        def run(heads: slice, data: list[Tensor] = data) -> list[Tensor]:
-            q, k, v, dy = (t[heads].transpose(0, 1).contiguous() for t in data)
-            inputs = [t.requires_grad_() for t in (q, k, v)]
-            y = safe_attention(*inputs, is_causal=True)
-            return [t.detach().transpose(0, 1) for t in (y, *torch.autograd.grad(y, inputs, dy))]
-
-        _same_in_slices(f"attention of {dtype} heads", run, 6)
+        data = [torch.randn(6, 1, 33, 64, generator=generator).to(device, dtype) for _ in range(4)]
+        _same_in_slices(f"attention of {dtype} heads", attend, *data)
     return "slices of 6 heads, forward and backward"
 
 
@@ -310,30 +306,22 @@ _SLICES: dict[str, Callable[[str], str]] = {
 
 # --- printing -------------------------------------------------------------------------------------------------------
 
-Rows = list[tuple[str, ...]]
 
+def tables(facts: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """The rows of every table by its title."""
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+    def named(values: dict[str, Any]) -> list[tuple[str, ...]]:
+        return [(name, "-" if value is None else str(value)) for name, value in values.items()]
 
-
-def tables(facts: dict[str, Any]) -> list[tuple[str, Rows]]:
-    """(title, heading and rows) of every table."""
-    devices: Rows = [("device", "what it is")]
-    for device in facts["devices"]:
-        others = (f"{name} {_shown(value)}" for name, value in device.items() if name not in ("device", "name"))
-        devices.append((device["device"], ", ".join([device["name"], *others])))
-    return [
-        ("Versions", [("what", "version"), *((name, _shown(value)) for name, value in facts["versions"].items())]),
-        ("Devices", devices),
-        ("Gate", [("gate", "value"), *((name, _shown(value)) for name, value in facts["gate"].items())]),
-        ("Claims", [("claim", "status", "detail", "next step"), *(tuple(c.values()) for c in facts["claims"])]),
+    devices: list[tuple[str, ...]] = [
+        (device["device"], ", ".join(f"{name} {value}" for name, value in device.items() if name != "device"))
+        for device in facts["devices"]
     ]
+    claims = [("claim", "status", "detail", "next step"), *(tuple(claim.values()) for claim in facts["claims"])]
+    return {"Versions": named(facts["versions"]), "Devices": devices, "Gate": named(facts["gate"]), "Claims": claims}
 
 
-def print_table(title: str, rows: Rows) -> None:
+def print_table(title: str, rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{title}")
     for row in rows:
@@ -363,7 +351,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
-        for title, rows in tables(facts):
+        for title, rows in tables(facts).items():
             print_table(title, rows)
         print("\nSettings for code around the layers: print(tp_invariant.determinism.report())")
         print(f"\n{verdict(statuses)}")

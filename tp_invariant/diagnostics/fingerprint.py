@@ -16,8 +16,10 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -90,126 +92,112 @@ def hashed_floats(name: str, shape: tuple[int, ...], dtype: torch.dtype, exponen
     return (magnitude - (x >> 31 << 8 * dtype.itemsize - 1)).to(bits).view(dtype).view(shape)
 
 
-def _wide(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Data with so many exponents that sums depend on their order, but stay within the dtype's range."""
-    return hashed_floats(name, shape, dtype, (-4, 4) if dtype == torch.float16 else (-8, 8))
+def _operands(at: str, dtype: torch.dtype, device: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Two functions of an operand's name and sizes.
+
+    The first one's data has so many exponents that sums depend on their order, but stay within the dtype's range.
+    """
+
+    def operand(exponents: tuple[int, int], name: str, *shape: int) -> Tensor:
+        return hashed_floats(f"{at} {name}", shape, dtype, exponents).to(device)
+
+    return partial(operand, (-4, 4) if dtype == torch.float16 else (-8, 8)), partial(operand, (-4, 4))
 
 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
+def _lines(dtype: torch.dtype, shape: tuple[int, ...], results: dict[str, Tensor]) -> list[Line]:
+    return [Line(name, dtype, shape, digest(value)) for name, value in results.items()]
+
+
 def gemm_lines(gemm_fn: GemmFn, dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
     """The three layouts of a linear layer's products, bias, and fp32 output, in a fixed order."""
-    for dtype in dtypes:
-        for m, n, k in GEMM_SHAPES:
-
-            def operand(name: str, *shape: int, dtype: torch.dtype = dtype, at: str = f"{m}x{n}x{k}") -> Tensor:
-                return _wide(f"{at} {name}", shape, dtype).to(device)
-
-            bias = operand("bias", n)
-            results = {
-                "gemm.forward": (operand("x", m, k), operand("weight", n, k).t(), None, dtype),
-                "gemm.forward+bias": (operand("x", m, k), operand("weight", n, k).t(), bias, dtype),
-                "gemm.dgrad": (operand("dy", m, k), operand("w", k, n), None, dtype),
-                "gemm.wgrad": (operand("dyt", k, m).t(), operand("xt", k, n), None, dtype),
-                "gemm.wgrad.float32": (operand("dyt", k, m).t(), operand("xt", k, n), None, torch.float32),
-            }
-            for name, (a, b, extra, out_dtype) in results.items():
-                if name != "gemm.wgrad.float32" or dtype != torch.float32:  # the line before is the same
-                    c = gemm_fn(a, b, bias=extra, out_dtype=out_dtype)
-                    yield Line(name, dtype, (m, n, k), digest(c))
+    for dtype, (m, n, k) in product(dtypes, GEMM_SHAPES):
+        wide, _ = _operands(f"{m}x{n}x{k}", dtype, device)
+        x, weight, dyt, xt = wide("x", m, k), wide("weight", n, k).t(), wide("dyt", k, m).t(), wide("xt", k, n)
+        results = {
+            "gemm.forward": gemm_fn(x, weight),
+            "gemm.forward+bias": gemm_fn(x, weight, bias=wide("bias", n)),
+            "gemm.dgrad": gemm_fn(wide("dy", m, k), wide("w", k, n)),
+            "gemm.wgrad": gemm_fn(dyt, xt),
+        }
+        if dtype != torch.float32:  # of which it is the line before
+            results["gemm.wgrad.float32"] = gemm_fn(dyt, xt, out_dtype=torch.float32)
+        yield from _lines(dtype, (m, n, k), results)
 
 
-def norm_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+def norm_lines(device: str) -> Iterator[Line]:
     """LayerNorm and RMSNorm, forward and backward."""
-    for name, rms in (("layernorm", False), ("rmsnorm", True)):
-        call = NormCall(resolve_group(None), TokenSharding(1, 0), 1e-5, rms, False)
-        for dtype in dtypes:
-            for rows, features in ROW_SHAPES:
-                at = f"{rows}x{features}"
-                x = _wide(f"{at} x", (rows, features), dtype).to(device).requires_grad_()
-                weight = _wide(f"{at} weight", (features,), dtype).to(device).requires_grad_()
-                bias = None if rms else _wide(f"{at} bias", (features,), dtype).to(device).requires_grad_()
-                y = Norm.apply(x, weight, bias, call)
-                inputs = {"dx": x, "dweight": weight} | ({} if bias is None else {"dbias": bias})
-                grads = torch.autograd.grad(y, list(inputs.values()), _wide(f"{at} dy", y.shape, dtype).to(device))
-                for result, value in zip(("y", *inputs), (y, *grads), strict=True):
-                    yield Line(f"{name}.{result}", dtype, (rows, features), digest(value))
+    for name, dtype, (rows, features) in product(("layernorm", "rmsnorm"), BUNDLED_DTYPES, ROW_SHAPES):
+        wide, _ = _operands(f"{rows}x{features}", dtype, device)
+        inputs = {"dx": wide("x", rows, features), "dweight": wide("weight", features)}
+        if name == "layernorm":
+            inputs["dbias"] = wide("bias", features)
+        call = NormCall(resolve_group(None), TokenSharding(1, 0), 1e-5, name == "rmsnorm", False)
+        x, weight, bias = (*(t.requires_grad_() for t in inputs.values()), None)[:3]
+        y = Norm.apply(x, weight, bias, call)
+        grads = torch.autograd.grad(y, list(inputs.values()), wide("dy", rows, features))
+        results = {"y": y, **dict(zip(inputs, grads, strict=True))}
+        yield from _lines(dtype, (rows, features), {f"{name}.{result}": value for result, value in results.items()})
 
 
-def loss_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+def loss_lines(device: str) -> Iterator[Line]:
     """Cross-entropy with label smoothing, forward and backward."""
-    for dtype in dtypes:
-        for rows, vocab in ROW_SHAPES:
-            at = f"{rows}x{vocab}"
-            logits = hashed_floats(f"{at} logits", (rows, vocab), dtype, (-4, 4)).to(device).requires_grad_()
-            target = (hashed(f"{at} target", rows) % vocab).to(device)
-            with set_tp_invariant_mode(True):
-                loss = vocab_parallel_cross_entropy(
-                    logits, target, tp_group=None, label_smoothing=0.125, reduction="none"
-                )
-            dloss = hashed_floats(f"{at} dloss", (rows,), torch.float32, (-4, 4)).to(device, loss.dtype)
-            (dlogits,) = torch.autograd.grad(loss, logits, dloss)
-            yield Line("cross_entropy.loss", dtype, (rows, vocab), digest(loss))
-            yield Line("cross_entropy.dlogits", dtype, (rows, vocab), digest(dlogits))
+    for dtype, (rows, vocab) in product(BUNDLED_DTYPES, ROW_SHAPES):
+        at = f"{rows}x{vocab}"
+        logits = _operands(at, dtype, device)[1]("logits", rows, vocab).requires_grad_()
+        target = (hashed(f"{at} target", rows) % vocab).to(device)
+        with set_tp_invariant_mode(True):
+            loss = vocab_parallel_cross_entropy(logits, target, tp_group=None, label_smoothing=0.125, reduction="none")
+        dloss = _operands(at, torch.float32, device)[1]("dloss", rows).to(loss.dtype)
+        (dlogits,) = torch.autograd.grad(loss, logits, dloss)
+        yield from _lines(dtype, (rows, vocab), {"cross_entropy.loss": loss, "cross_entropy.dlogits": dlogits})
 
 
-def attention_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+def attention_lines(device: str) -> Iterator[Line]:
     """Four query heads on two key heads: causal and within a window, forward and backward, and one query of a decoder.
 
     The problem's shape is query heads x key heads x queries x keys x head size.
     """
-    for dtype in dtypes:
-        for tokens, head_dim in ATTENTION_SHAPES:
-            for name, queries, keys, window in (
-                ("attention", tokens, tokens, None),
-                ("attention.window", tokens, tokens, tokens // 4),
-                ("attention.decode", 1, 8 * tokens, None),
-            ):
-                at = f"{name} {queries}x{keys}x{head_dim}"
-                q, k, v = (
-                    hashed_floats(f"{at} {operand}", (1, heads, length, head_dim), dtype, (-4, 0)).to(device)
-                    for operand, heads, length in (("q", 4, queries), ("k", 2, keys), ("v", 2, keys))
-                )
-                inputs = {f"d{operand}": x.requires_grad_() for operand, x in (("q", q), ("k", k), ("v", v))}
-                out = attention(*inputs.values(), causal=True, window=window)
-                results = {"out": out}
-                if queries > 1:
-                    dout = _wide(f"{at} dout", tuple(out.shape), dtype).to(device)
-                    grads = torch.autograd.grad(out, list(inputs.values()), dout)
-                    results |= dict(zip(inputs, grads, strict=True))
-                for result, value in results.items():
-                    yield Line(f"{name}.{result}", dtype, (4, 2, queries, keys, head_dim), digest(value))
+    names = ("attention", "attention.window", "attention.decode")
+    for dtype, (tokens, head_dim), name in product(BUNDLED_DTYPES, ATTENTION_SHAPES, names):
+        queries, keys = (1, 8 * tokens) if name == "attention.decode" else (tokens, tokens)
+        at = f"{name} {queries}x{keys}x{head_dim}"
+        shapes = {"q": (1, 4, queries, head_dim), "k": (1, 2, keys, head_dim), "v": (1, 2, keys, head_dim)}
+        inputs = [
+            hashed_floats(f"{at} {operand}", shape, dtype, (-4, 0)).to(device).requires_grad_()
+            for operand, shape in shapes.items()
+        ]
+        out = attention(*inputs, causal=True, window=tokens // 4 if name == "attention.window" else None)
+        results = {f"{name}.out": out}
+        if queries > 1:
+            grads = torch.autograd.grad(out, inputs, _operands(at, dtype, device)[0]("dout", *out.shape))
+            results |= {f"{name}.d{operand}": grad for operand, grad in zip(shapes, grads, strict=True)}
+        yield from _lines(dtype, (4, 2, queries, keys, head_dim), results)
 
 
-def row_lines(dtypes: Sequence[torch.dtype], device: str) -> Iterator[Line]:
+def row_lines(device: str) -> Iterator[Line]:
     """Softmax, log-softmax and sums of rows, and the gradient of an embedding whose ids repeat."""
     embedding, softmax = select("embedding gradient", device), select("softmax", device)
-    for dtype in dtypes:
-        for rows, features in ROW_SHAPES:
-            at = f"{rows}x{features}"
-            logits = hashed_floats(f"{at} logits", (rows, features), dtype, (-4, 4)).to(device)
-            dy = _wide(f"{at} dy", (rows, features), dtype).to(device)
-            ids = (hashed(f"{at} ids", rows) % 3 * 2).to(device)
-            results = {
-                "softmax": softmax.softmax(logits, log=False, out_dtype=dtype),
-                "log_softmax": softmax.softmax(logits, log=True, out_dtype=dtype),
-                "row_sums": softmax.row_sums(dy, divisor=1, out_dtype=dtype),
-                "embedding.dweight": embedding.embedding_grad(dy, ids, 4, dtype),
-            }
-            for name, value in results.items():
-                yield Line(name, dtype, (rows, features), digest(value))
+    for dtype, (rows, features) in product(BUNDLED_DTYPES, ROW_SHAPES):
+        at = f"{rows}x{features}"
+        wide, narrow = _operands(at, dtype, device)
+        logits, dy = narrow("logits", rows, features), wide("dy", rows, features)
+        results = {
+            "softmax": softmax.softmax(logits, log=False, out_dtype=dtype),
+            "log_softmax": softmax.softmax(logits, log=True, out_dtype=dtype),
+            "row_sums": softmax.row_sums(dy, divisor=1, out_dtype=dtype),
+            "embedding.dweight": embedding.embedding_grad(dy, (hashed(f"{at} ids", rows) % 3 * 2).to(device), 4, dtype),
+        }
+        yield from _lines(dtype, (rows, features), results)
 
 
 def fingerprint(device: str) -> list[Line]:
     """Every line of the kernels bundled for `device`, always in the same order."""
-    return [
-        *gemm_lines(bundled_gemm_fn(torch.device(device)), BUNDLED_DTYPES, device),
-        *norm_lines(BUNDLED_DTYPES, device),
-        *loss_lines(BUNDLED_DTYPES, device),
-        *attention_lines(BUNDLED_DTYPES, device),
-        *row_lines(BUNDLED_DTYPES, device),
-    ]
+    gemms = gemm_lines(bundled_gemm_fn(torch.device(device)), BUNDLED_DTYPES, device)
+    others = (norm_lines, loss_lines, attention_lines, row_lines)
+    return [*gemms, *(line for lines in others for line in lines(device))]
 
 
 def tensor_core_fingerprint() -> list[Line]:

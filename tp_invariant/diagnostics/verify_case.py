@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Group, gather_major
 from ..core.bits import assert_bitwise_equal, digest
+from ..core.layout import Stride, shard, unshard
 from ..gemm.gemm_fn import GemmFn, set_default_gemm_fn
 from ..testing.checks import run_ranks, wide_randn
 
@@ -106,6 +108,25 @@ def error(got: Tensor, exact: Tensor) -> float:
     """The norm-wise relative error; the absolute one if `exact` is zero."""
     norm = float(exact.double().norm())
     return float((got.double() - exact.double()).norm()) / (norm or 1.0)
+
+
+def part(full: Tensor, dim: int | None, group: Group, stride: Stride = 1) -> Tensor:
+    """This rank's part of `full` along dim, or a copy for None, as a leaf that requires a gradient if it can."""
+    if dim is not None:
+        full = shard(full, dim=dim, rank=group.rank, world=group.size, stride=stride)
+    return full.detach().clone().requires_grad_(full.is_floating_point())
+
+
+def whole(local: Tensor, dim: int | None, group: Group, stride: Stride = 1) -> Tensor:
+    """The full tensor of all ranks' parts along dim; `local` for None."""
+    if dim is None:
+        return local.detach()
+    return unshard(gather_major(local.detach(), group), dim=dim % local.dim(), stride=stride)
+
+
+def grad_of(t: Tensor) -> Tensor:
+    assert t.grad is not None
+    return t.grad
 
 
 def load_gemm_fn(name: str | None) -> GemmFn | None:

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm.collectives import gather_dim, resolve_group
-from ..core.layout import Stride, shard, unshard
+from ..comm.collectives import resolve_group
+from ..core.layout import Stride
 from ..core.mode import set_tp_invariant_mode
 from ..core.options import Normalization, OwnerMap, ParallelMode
 from ..layers.layernorm_linear import LayerNormLinear
 from ..layers.linear import Linear
 from ..testing.checks import full_grads
-from .verify_case import Case, Results, wide
+from .verify_case import Case, Results, grad_of, part, whole, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,27 +115,16 @@ class LayerCase(Case):
 
     def run(self, tp_group: Any) -> Results:
         group = resolve_group(tp_group)
-        world, rank = group.size, group.rank
         data = {name: tensor.to(self.device) for name, tensor in self.full_data().items()}
-        tokens_sharded = self.sequence_parallel and world > 1
-
-        def split_tokens(t: Tensor) -> Tensor:
-            return shard(t, dim=self.sequence_dim, rank=rank, world=world) if tokens_sharded else t.clone()
-
-        def split_features(t: Tensor, really: bool) -> Tensor:
-            return shard(t, dim=-1, rank=rank, world=world, stride=self.stride) if really else t.clone()
-
-        def whole_tokens(t: Tensor) -> Tensor:
-            return gather_dim(t.detach(), self.sequence_dim, group) if tokens_sharded else t.detach()
-
-        def whole_features(t: Tensor, really: bool) -> Tensor:
-            if not really or world == 1:
-                return t.detach()
-            return unshard(gather_dim(t.detach().unsqueeze(0), 0, group), dim=t.dim() - 1, stride=self.stride)
-
-        column, row = self.parallel_mode == "column", self.parallel_mode == "row"
-        x_by_features = row and self.input_is_parallel
-        y_by_features = column and not self.gather_output
+        # dim and stride of what each rank has a part of
+        none, features, tokens = (
+            (None, 1),
+            (-1, self.stride),
+            (self.sequence_dim if self.sequence_parallel else None, 1),
+        )
+        of_x = tokens if self.parallel_mode != "row" else features if self.input_is_parallel else none
+        of_y = tokens if self.parallel_mode != "column" else none if self.gather_output else features
+        of_norm = none if self.return_norm_gathered else tokens
         results: Results = {}
         with set_tp_invariant_mode(self.mode):
             layer = self.build(tp_group)
@@ -143,28 +132,19 @@ class LayerCase(Case):
                 for name, parameter in layer.named_parameters():
                     parameter.copy_(layer.shard_spec(name).local(data[name]))
             for step in range(self.micro_batches):
-                x, dy = data[f"x{step}"], data[f"dy{step}"]
-                x_local = split_features(x, True) if x_by_features else (x.clone() if row else split_tokens(x))
-                dy_local = split_features(dy, y_by_features) if column else split_tokens(dy)
-                x_local.requires_grad_()
-                out = layer(x_local)
-                parts = list(out) if isinstance(out, tuple) else [out]
-                y, grads = parts.pop(0), [dy_local]
-                outputs = [y]
-                if self.return_bias:
-                    bias = parts.pop(0)
-                    outputs = [y if bias is None else y + bias]
+                x = part(data[f"x{step}"], of_x[0], group, of_x[1])
+                out = layer(x)
+                returned = list(out) if isinstance(out, tuple) else [out]
+                outputs, grads = [returned.pop(0)], [part(data[f"dy{step}"], of_y[0], group, of_y[1])]
+                if self.return_bias and (bias := returned.pop(0)) is not None:
+                    outputs[0] = outputs[0] + bias
                 if self.return_norm:
-                    normed, whole = parts.pop(0), self.return_norm_gathered or not tokens_sharded
-                    dn = data[f"dn{step}"]
-                    outputs.append(normed)
-                    grads.append(dn.clone() if whole else split_tokens(dn))
-                    results[f"normed{step}"] = normed.detach() if whole else whole_tokens(normed)
+                    outputs.append(returned.pop(0))
+                    grads.append(part(data[f"dn{step}"], of_norm[0], group))
+                    results[f"normed{step}"] = whole(outputs[1], of_norm[0], group)
                 torch.autograd.backward(outputs, grads)
-                results[f"y{step}"] = whole_features(outputs[0], y_by_features) if column else whole_tokens(outputs[0])
-                assert x_local.grad is not None
-                dx = x_local.grad
-                results[f"dx{step}"] = whole_features(dx, x_by_features) if row else whole_tokens(dx)
+                results[f"y{step}"] = whole(outputs[0], of_y[0], group, of_y[1])
+                results[f"dx{step}"] = whole(grad_of(x), of_x[0], group, of_x[1])
         return results | {f"d_{name}": grad for name, grad in full_grads(layer).items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -186,9 +166,5 @@ class LayerCase(Case):
                 outputs, grads = [y, normed], [data[f"dy{step}"], data[f"dn{step}"]]
                 results[f"normed{step}"] = normed.detach()
             torch.autograd.backward(outputs, grads)
-            assert x.grad is not None
-            results[f"y{step}"], results[f"dx{step}"] = y.detach(), x.grad
-        for name, parameter in params.items():
-            assert parameter.grad is not None
-            results[f"d_{name}"] = parameter.grad
-        return results
+            results[f"y{step}"], results[f"dx{step}"] = y.detach(), grad_of(x)
+        return results | {f"d_{name}": grad_of(parameter) for name, parameter in params.items()}

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm.collectives import Group, gather_dim, gather_major, resolve_group
-from ..core.layout import shard
+from ..comm.collectives import gather_major, resolve_group
 from ..core.mode import set_tp_invariant_mode
 from ..core.options import Normalization, Reduction
 from ..data_parallel.micro_batch_tree import MicroBatchTree
@@ -21,20 +20,9 @@ from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import mark_sharded
 from ..layers.vocab_embedding import VocabParallelEmbedding
 from ..testing.checks import full_grads, wide_randn
-from .verify_case import Case, Results, wide
+from .verify_case import Case, Results, grad_of, part, whole, wide
 
 _REDUCTIONS: tuple[Reduction, ...] = ("none", "mean")
-
-
-def _part(full: Tensor, dim: int, group: Group, stride: int = 1) -> Tensor:
-    """This rank's part of `full` along dim, as a leaf that requires a gradient if its dtype allows it."""
-    part = shard(full, dim=dim, rank=group.rank, world=group.size, stride=stride)
-    return part.detach().clone().requires_grad_(full.is_floating_point())
-
-
-def _grad(t: Tensor) -> Tensor:
-    assert t.grad is not None
-    return t.grad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +64,10 @@ class NormCase(Case):
             for name, parameter in norm.named_parameters():
                 parameter.copy_(data[name])
             with torch.enable_grad():
-                x = _part(data["x"], dim, group)
+                x = part(data["x"], dim, group)
                 y = norm(x)
-                y.backward(_part(data["dy"], dim, group))
-        results = {"y": gather_dim(y.detach(), dim, group), "dx": gather_dim(_grad(x), dim, group)}
+                y.backward(part(data["dy"], dim, group))
+        results = {"y": whole(y, dim, group), "dx": whole(grad_of(x), dim, group)}
         return results | {f"d_{name}": grad for name, grad in full_grads(norm).items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -90,8 +78,8 @@ class NormCase(Case):
         else:
             y = F.layer_norm(x, size, weight, data["bias"], 1e-6)
         y.backward(data["dy"])
-        grads = {f"d_{name}": _grad(data[name]) for name in ("weight", "bias") if name in data}
-        return {"y": y.detach(), "dx": _grad(x)} | grads
+        grads = {f"d_{name}": grad_of(data[name]) for name in ("weight", "bias") if name in data}
+        return {"y": y.detach(), "dx": grad_of(x)} | grads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +118,8 @@ class EmbeddingCase(Case):
             embedding.weight.copy_(embedding.shard_spec("weight").local(table))
         with set_tp_invariant_mode(self.mode):
             y = embedding(ids)
-            y.backward(_part(dy, 0, group) if self.sequence_parallel else dy)
-        y = gather_dim(y.detach(), 0, group) if self.sequence_parallel else y.detach()
+            y.backward(part(dy, 0, group) if self.sequence_parallel else dy)
+        y = whole(y, 0, group) if self.sequence_parallel else y.detach()
         return {"y": y} | {f"d_{name}": grad for name, grad in full_grads(embedding).items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -139,7 +127,7 @@ class EmbeddingCase(Case):
         table = table.to(dtype).requires_grad_()
         y = F.embedding(ids, table)
         y.backward(dy.to(dtype))
-        return {"y": y.detach(), "d_weight": _grad(table)}
+        return {"y": y.detach(), "d_weight": grad_of(table)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +154,13 @@ class LossCase(Case):
         full, target = (t.to(self.device) for t in self._inputs())
         results: Results = {}
         for reduction in _REDUCTIONS:
-            logits = _part(full, 1, group)
+            logits = part(full, 1, group)
             with set_tp_invariant_mode(self.mode):
                 loss = vocab_parallel_cross_entropy(
                     logits, target, tp_group=tp_group, label_smoothing=self.label_smoothing, reduction=reduction
                 )
                 loss.sum().backward()
-            results |= {reduction: loss.detach(), f"dlogits_{reduction}": gather_dim(_grad(logits), 1, group)}
+            results |= {reduction: loss.detach(), f"dlogits_{reduction}": whole(grad_of(logits), 1, group)}
         return results
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -184,7 +172,7 @@ class LossCase(Case):
             wider = logits if dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(wider, target, label_smoothing=self.label_smoothing, reduction=reduction)
             loss.sum().backward()
-            results |= {reduction: loss.detach(), f"dlogits_{reduction}": _grad(logits)}
+            results |= {reduction: loss.detach(), f"dlogits_{reduction}": grad_of(logits)}
         return results
 
 
@@ -210,25 +198,19 @@ class ClipCase(Case):
 
     def run(self, tp_group: Any) -> Results:
         group = resolve_group(tp_group)
-        places: dict[str, tuple[int | None, int]] = {
-            "column": (0, 1),
-            "row": (1, 1),
-            "gated": (0, 2),
-            "whole": (None, 1),
-        }
+        places: dict[str, tuple[int | None, int]] = dict(column=(0, 1), row=(1, 1), gated=(0, 2), whole=(None, 1))
         norms, clipped = [], []
         for grads in self._grads():
             parameters = []
             for name, grad in grads.items():
                 dim, stride = places[name]
-                grad = grad.to(self.device)
-                local = grad if dim is None else _part(grad, dim, group, stride).detach()
+                local = part(grad.to(self.device), dim, group, stride).detach()
                 parameters.append(nn.Parameter(torch.zeros_like(local)))
-                parameters[-1].grad = local.clone()
+                parameters[-1].grad = local
                 mark_sharded(parameters[-1], dim, stride)
             with set_tp_invariant_mode(self.mode):
                 norms.append(clip_grad_norm_(parameters, 2**-6, tp_group=tp_group))
-            clipped.append(gather_major(_grad(parameters[0]), group).flatten(0, 1))
+            clipped.append(whole(grad_of(parameters[0]), 0, group))
         return {"norms": torch.stack(norms), "clipped": torch.stack(clipped)}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -238,7 +220,7 @@ class ClipCase(Case):
             for parameter, grad in zip(parameters, grads.values(), strict=True):
                 parameter.grad = grad.to(self.device, dtype)
             norms.append(nn.utils.clip_grad_norm_(parameters, 2**-6))
-            clipped.append(_grad(parameters[0]))
+            clipped.append(grad_of(parameters[0]))
         return {"norms": torch.stack(norms), "clipped": torch.stack(clipped)}
 
 
@@ -270,21 +252,21 @@ class AttentionCase(Case):
 
     def run(self, tp_group: Any) -> Results:
         group = resolve_group(tp_group)
-        q, k, v, dy = (_part(t.to(self.device), 1, group) for t in self._inputs())
+        q, k, v, dy = (part(t.to(self.device), 1, group) for t in self._inputs())
         moved = [k, v] if self.mode else [t.roll(group.size - 1, dims=2) for t in (k, v)]
         options = dict(is_causal=self.is_causal, enable_gqa=self.heads != self.kv_heads)
         with set_tp_invariant_mode(True):
             y = safe_attention(q, *moved, **options)  # type: ignore[arg-type]
             y.backward(dy)
-        parts = {"y": y.detach(), "dq": _grad(q), "dk": _grad(k), "dv": _grad(v)}
-        return {name: gather_dim(t, 1, group) for name, t in parts.items()}
+        parts = {"y": y.detach(), "dq": grad_of(q), "dk": grad_of(k), "dv": grad_of(v)}
+        return {name: whole(t, 1, group) for name, t in parts.items()}
 
     def torch_results(self, dtype: torch.dtype) -> dict[str, Tensor]:
         q, k, v, dy = (t.to(self.device, dtype).requires_grad_() for t in self._inputs())
         options: dict[str, Any] = dict(is_causal=self.is_causal, enable_gqa=self.heads != self.kv_heads)
         y = F.scaled_dot_product_attention(q, k, v, **options)
         y.backward(dy.detach())
-        return {"y": y.detach(), "dq": _grad(q), "dk": _grad(k), "dv": _grad(v)}
+        return {"y": y.detach(), "dq": grad_of(q), "dk": grad_of(k), "dv": grad_of(v)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +290,7 @@ class DataParallelCase(Case):
         total = torch.zeros_like(grads[0])
         for index in tree.share:
             (parameter * grads[index]).sum().backward()
-            total += _grad(parameter)
+            total += grad_of(parameter)
             tree.add(count=1)
         tree.reduce()
         if self.mode:
