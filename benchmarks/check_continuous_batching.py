@@ -5,7 +5,7 @@
 Small models with random weights; requests of random lengths, a third of which begin alike, arrive in two random orders
 and at random times, with two budgets of tokens a step; every eighth prompt has three completions, drawn. A line for
 each: how many rows of logits have the bytes of the row that one whole forward of the text gives, on one rank without a
-cache, with the mode on. The last line of a family is the control, the mode off.
+cache, with the mode on. Lines with the mode off are the control.
 """
 
 from __future__ import annotations
@@ -149,11 +149,13 @@ def main() -> None:
             flush=True,
         )
 
-    for family in options.families:
-        for degree in map(int, options.degrees.split(",")):
+    # by degree, so that the ranks are all that there are: torch names a group of some after its ranks alone
+    for degree in sorted(map(int, options.degrees.split(","))):
+        for family in options.families:
             for seed in (0, 1):
                 count(family, degree, True, seed)
-        count(family, 1, False, 0)
+            if degree == 1:
+                count(family, degree, False, 0)
 
 
 if __name__ == "__main__":
