@@ -10,6 +10,7 @@ _MODULES = {  # (cuda, cpu), which have the same functions
     "attention": ("attention.forward", "attention.reference"),
     "batched GEMM": ("gemm.batched", "gemm.reference"),
     "cross-entropy": ("vocabulary.cross_entropy", "vocabulary.reference_cross_entropy"),
+    "draw": ("vocabulary.draw", "vocabulary.reference_draw"),
     "embedding gradient": ("vocabulary.embedding", "vocabulary.reference_embedding"),
     "GEMM": ("gemm.matmul", "gemm.reference"),
     "gated activation": ("rowwise.gated", "rowwise.reference_gated"),

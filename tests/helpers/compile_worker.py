@@ -27,7 +27,7 @@ from tp_invariant.kernels.gemm.matmul_configs import fit
 from tp_invariant.kernels.grad_norm import kernel as grad_norm
 from tp_invariant.kernels.rowwise import add_norm, gated, norm, rope, softmax
 from tp_invariant.kernels.rowwise.reference_gated import halves
-from tp_invariant.kernels.vocabulary import cross_entropy, embedding, loss_spec
+from tp_invariant.kernels.vocabulary import cross_entropy, draw, embedding, loss_spec
 
 HOPPER = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448, major=9, minor=0)
 compiled: set[str] = set()
@@ -69,8 +69,8 @@ class NoGPU:
 @contextlib.contextmanager
 def hopper():
     modules = (
-        add_norm, attention, attention_backward, batched, cross_entropy, embedding, gated, grad_norm, grouped, matmul,
-        norm, rope, routing, softmax,
+        add_norm, attention, attention_backward, batched, cross_entropy, draw, embedding, gated, grad_norm, grouped,
+        matmul, norm, rope, routing, softmax,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module in (*modules, peer_flags, peer_moves):
@@ -206,6 +206,7 @@ def losses(dtype: torch.dtype) -> None:
             cross_entropy.logits_grad(grad, logits, ids, stats, count, 1000, 0, spec)
         cross_entropy.row_entropies(logits, ids, 1000, stats, spec)
     embedding.embedding_grad(logits, ids, 100, dtype)
+    draw.draw(logits.float(), torch.zeros(16, 2, dtype=torch.int64), 0)
     for log in (False, True):
         softmax.softmax(logits, log=log, out_dtype=dtype)
     softmax.row_sums(logits, divisor=3, out_dtype=dtype)
