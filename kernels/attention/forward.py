@@ -47,6 +47,7 @@ from .tiles import (
     from_options,
     has_room,
     key_phases,
+    load_paged_tokens,
     load_tokens,
     matrix_rows,
     matrix_strides,
@@ -76,10 +77,10 @@ _MAX_SCRATCH = 2**28  # bytes
 def _attend(
     q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
     before, before_largest, before_total, acc, largest, total,
-    low, high, keys, dropped, window, score_factor, factor, inverse_cap,
+    low, high, keys, dropped, window, score_factor, factor, inverse_cap, pages_ptr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FOLDS: tl.constexpr, PACKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
-    MATRIX_UNIT: tl.constexpr, CLIPPED: tl.constexpr,
+    MATRIX_UNIT: tl.constexpr, CLIPPED: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (arXiv 1805.02867, 2205.14135) over the key blocks from low to high: acc, largest and total of
     the current chunk. With FOLDS they are folded into those of the chunks before whenever a new chunk begins.
@@ -89,8 +90,17 @@ def _attend(
     memory.
     """
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
-        k = load_tokens(k_desc, row_k + start, column_k, 0, BLOCK_K, q.shape[1], CLIPPED)
-        v = load_tokens(v_desc, row_v + start, column_v, v_offset, BLOCK_K, acc.shape[1], CLIPPED)
+        if PAGE:
+            k = load_paged_tokens(
+                k_desc, pages_ptr, row_k, column_k, start, 0, keys, BLOCK_K, q.shape[1], CLIPPED, SIZE, PAGE, UNIT
+            )
+            v = load_paged_tokens(
+                v_desc, pages_ptr, row_v, column_v, start, v_offset, keys, BLOCK_K, acc.shape[1], CLIPPED, SIZE, PAGE,
+                UNIT,
+            )  # fmt: skip
+        else:
+            k = load_tokens(k_desc, row_k + start, column_k, 0, BLOCK_K, q.shape[1], CLIPPED)
+            v = load_tokens(v_desc, row_v + start, column_v, v_offset, BLOCK_K, acc.shape[1], CLIPPED)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if FOLDS:  # noqa: SIM102 - a constexpr: no branch is compiled if it is False
             if start % CHUNK == 0:
@@ -138,19 +148,19 @@ def _attend(
         "cu_q_ptr", "cu_k_ptr", "sinks_ptr", "tokens_q", "tokens_k", "row_kb", "row_kh", "col_kb", "col_kh", "row_vb",
         "row_vh", "col_vb", "col_vh", "stride_qb", "stride_qh", "stride_qs", "heads", "groups", "sequences", "tiles",
         "window", "factor", "inverse_cap", "chunks", "part_rows", "places", "matrix_ptr", "stride_mb", "stride_mh",
-        "stride_mq", "stride_mk",
+        "stride_mq", "stride_mk", "pages_ptr", "stride_pages",
     ]
 )  # fmt: skip
 def _forward_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, pages_ptr, sinks_ptr,
     matrix_ptr, stride_mb, stride_mh, stride_mq, stride_mk, part_ptr,
     tokens_q, tokens_k, row_kb, row_kh, col_kb, col_kh, row_vb, row_vh, col_vb, col_vh,
     stride_qb, stride_qh, stride_qs, heads, groups, sequences, tiles, window, factor, inverse_cap,
-    chunks, part_rows, places,
+    chunks, part_rows, places, stride_pages,
     SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
-    SINKS: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr,
+    SINKS: tl.constexpr, MATRIX: tl.constexpr, MATRIX_UNIT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     # A head has SIZE columns, which are taken as HEAD_DIM with zeros behind.
     # Row r of a tile is query r // SHARED of head h * SHARED + r % SHARED; `heads` counts the h.
@@ -187,6 +197,11 @@ def _forward_kernel(
     row_v = batch * row_vb + kv_head * row_vh + start_k
     column_k = batch * col_kb + kv_head * col_kh
     column_v = batch * col_vb + kv_head * col_vh
+    if PAGE:  # k_desc and v_desc are pointers, and the numbers are the strides of pages, heads and tokens
+        k_desc += kv_head.to(tl.int64) * row_kh * UNIT
+        v_desc += kv_head.to(tl.int64) * row_vh * UNIT
+        pages_ptr += index.to(tl.int64) * stride_pages
+        row_k, column_k, row_v, column_v = row_kb, col_kb, row_vb, col_vb
     position = keys - queries + query
     acc = tl.zeros((BLOCK_Q, V_COLUMNS), tl.float32)
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -206,23 +221,23 @@ def _forward_kernel(
         before, before_largest, before_total, acc, largest, total = _attend(
             q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
             before, before_largest, before_total, acc, largest, total,
-            low, clear, keys, dropped, window, score_factor, factor, inverse_cap,
+            low, clear, keys, dropped, window, score_factor, factor, inverse_cap, pages_ptr,
             CHUNK, BLOCK_K, True, not SPLIT, PACKED, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT,
-            SIZE != HEAD_DIM,
+            SIZE != HEAD_DIM, SIZE, PAGE, UNIT,
         )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
         q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
         before, before_largest, before_total, acc, largest, total,
-        clear, full, keys, dropped, window, score_factor, factor, inverse_cap,
+        clear, full, keys, dropped, window, score_factor, factor, inverse_cap, pages_ptr,
         CHUNK, BLOCK_K, False, not SPLIT, PACKED, CAUSAL, WINDOW, SOFTCAP, STAGES, MATRIX, MATRIX_UNIT,
-        SIZE != HEAD_DIM,
+        SIZE != HEAD_DIM, SIZE, PAGE, UNIT,
     )  # fmt: skip
     before, before_largest, before_total, acc, largest, total = _attend(
         q, k_desc, v_desc, mask_row, stride_mk, row_k, column_k, row_v, column_v, v_offset, position,
         before, before_largest, before_total, acc, largest, total,
-        full, high, keys, dropped, window, score_factor, factor, inverse_cap,
+        full, high, keys, dropped, window, score_factor, factor, inverse_cap, pages_ptr,
         CHUNK, BLOCK_K, True, not SPLIT, PACKED, CAUSAL, WINDOW, SOFTCAP, 1, MATRIX, MATRIX_UNIT,
-        SIZE != HEAD_DIM,
+        SIZE != HEAD_DIM, SIZE, PAGE, UNIT,
     )  # fmt: skip
 
     columns = v_offset + tl.arange(0, V_COLUMNS)
@@ -286,7 +301,7 @@ class _Plan(NamedTuple):
 
 def _plan(
     shape: tuple[int, ...], keys: int, q_units: tuple[int, int, int], k_rows: Rows, v_rows: Rows, dtype: torch.dtype,
-    index: int | None, p: Problem, chunk: int,
+    index: int | None, p: Problem, chunk: int, page: int = 0,
 ) -> _Plan:  # fmt: skip
     heads, tokens, size = shape[1:]
     head_dim = padded_head_dim(size)
@@ -302,7 +317,7 @@ def _plan(
     cache = 2 * p.kv_heads * keys * head_dim * dtype.itemsize * (1 if packed else p.sequences)
     most = _max_scratch(cache if shared_tiles == 1 else 0)
     split = chunks > 1 and (shared_tiles == 1 or idle) and scratch <= most
-    is_own = not split and _has_own_kernel(index, head_dim, dtype)
+    is_own = not split and not page and _has_own_kernel(index, head_dim, dtype)
     unit, masks = 16 // dtype.itemsize, (p.sinks, p.matrix, p.matrix_unit)
     launch_index = -1 if index is None else index
     if is_own:
@@ -339,7 +354,7 @@ def _plan(
     overlap = can_overlap(index)
     constants = (
         size, head_dim, v_columns, tile.queries, tile.keys, tile.stages, chunk, unit, shared, split, *p.flags, overlap,
-        *masks,
+        *masks, page,
     )  # fmt: skip
     grid = programs, head_dim // v_columns, slots
     launch = Launch(_attention, launch_index, grid, constants, **tile.options)
@@ -366,15 +381,32 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """See spec.py. Raises ValueError for a device without Triton, and for a mask whose strides have over 32 bits."""
     packed, options = as_options(spec, lengths)
-    return run(_prepare, (q, k, v, sinks, mask, *packed), *options)  # type: ignore[no-any-return]
+    pages = None if lengths is None else lengths.pages
+    return run(_prepare, (q, k, v, sinks, mask, *packed, pages), *options)  # type: ignore[no-any-return]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _in_place(x: Tensor) -> Tensor:
+    """Keys or values in pages, which are read where they are."""
+    if aligned(x) is not x:
+        raise ValueError(
+            f"pages of {x.dtype} {tuple(x.shape)} with strides {x.stride()}: each row must begin at a multiple of 16 "
+            "bytes, since pages are not copied"
+        )
+    return x
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Callable:
-    """`forward` of tensors of these layouts; the others are two tensors, and what `as_options` gives."""
+    """`forward` of tensors of these layouts; the others are sinks, mask, three of `lengths`, and numbers."""
     launch_on(q, "attention")
     head_dim, padded = q.shape[3], taken_head_dim(q.shape[3], q.dtype)
     if padded == head_dim:
         return _prepare_taken(q, k, v, *others)
+    if others[4] is not None:
+        _in_place(k)  # raises: rows of this size do not align
     attend = _prepare_taken(*(pad_heads(x, padded) for x in (q, k, v)), *others)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -386,7 +418,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Callable:
 
 def _prepare_taken(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, cu_q: Tensor | None,
-    cu_k: Tensor | None, *options: Any,
+    cu_k: Tensor | None, pages: Tensor | None, *options: Any,
 ) -> Callable:  # fmt: skip
     """The same of a head size that kernels take."""
     shape, strides, dtype, device, keys = (*q.shape,), strides_of_heads(q.shape), q.dtype, q.device, k.shape[2]
@@ -405,27 +437,40 @@ def _prepare_taken(
     if keys == 0:
         return without_keys
     mask = None if mask is None else mask.resolve_neg()
-    takes = aligned, as_matrix, as_matrix, Tensor.resolve_neg, as_numbers
+    of_keys = as_matrix if pages is None else _in_place
+    takes = aligned, of_keys, of_keys, Tensor.resolve_neg, as_numbers
     (q, k, v, sinks, _), take = taken(takes, (q, k, v, sinks, mask))
-    p, k_rows, v_rows = problem(q, k, *from_options(cu_q, cu_k, *options), sinks, mask), rows_of(k), rows_of(v)
-    plan = _plan(shape, keys, unit_strides(q), k_rows, v_rows, dtype, device.index, p, CHUNK)
+    p, page = problem(q, k, *from_options(cu_q, cu_k, *options), sinks, mask), 0
+    if pages is None:
+        k_rows, v_rows = rows_of(k), rows_of(v)
+    else:
+        k_rows, v_rows = (Rows((), (), *unit_strides(x), 0) for x in (k, v))
+        page, keys = keys, p.longest_k * p.sequences
+    plan = _plan(shape, keys, unit_strides(q), k_rows, v_rows, dtype, device.index, p, CHUNK, page)
     make: Any = TensorDescriptor
     if plan.is_own:
         from ..gluon_descriptor import make
-    of_k, of_v = k_rows.described(k, plan.blocks[0], make), v_rows.described(v, plan.blocks[1], make)
+    of_k: Any = _itself
+    of_v: Any = _itself
+    if pages is None:
+        of_k, of_v = k_rows.described(k, plan.blocks[0], make), v_rows.described(v, plan.blocks[1], make)
+    stride_pages = 0 if pages is None else pages.stride(0)
     (attend, numbers), merge, parts, has_part = plan.attend, plan.merge, plan.parts, not plan.is_own
     numbers_of_mask = matrix_strides(mask, p.matrix_unit)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, *packed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        *starts, pages = packed
         q, k, v, sinks, mask = take(q, k, v, sinks, mask)
         out, lse = results()
         part = (torch.empty(parts, dtype=torch.float32, device=device) if parts else None,) if has_part else ()
-        attend(q, of_k(k), of_v(v), out, lse, *packed, sinks, mask, *numbers_of_mask, *part, *numbers)
+        own = (pages,) if has_part else ()
+        last = (stride_pages,) if has_part else ()
+        attend(q, of_k(k), of_v(v), out, lse, *starts, *own, sinks, mask, *numbers_of_mask, *part, *numbers, *last)
         if merge is not None:
             launch, more_numbers = merge
-            launch(*part, out, lse, *packed, sinks, *more_numbers)
+            launch(*part, out, lse, *starts, sinks, *more_numbers)
         return out, lse
 
     return call

@@ -55,6 +55,16 @@ def _sequences(q: Tensor, k: Tensor, lengths: PackedLengths | None) -> Iterator[
         yield slice(cu_q[n], cu_q[n + 1]), slice(begin, end), sum(dropped)
 
 
+def _out_of_pages(x: Tensor, lengths: PackedLengths) -> Tensor:
+    """[pages, Hkv, P, D] -> [1, Hkv, keys of all sequences, D]"""
+    assert lengths.pages is not None
+    parts = []
+    for table, (begin, end) in zip(lengths.pages, itertools.pairwise(lengths.cu_k.tolist()), strict=True):
+        key = torch.arange(end - begin, device=x.device)
+        parts.append(x[table[key // x.shape[2]].long(), :, key % x.shape[2]])
+    return torch.cat(parts).transpose(0, 1).unsqueeze(0)
+
+
 def _chunks(rows: Tensor) -> Iterator[slice]:
     """Slices of the key heads of rows [N, S, groups, D] that are processed together."""
     step = max(1, _ELEMENTS // max(1, rows.shape[1] * rows.shape[2] * KEY_BLOCK))
@@ -152,6 +162,8 @@ def forward(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, D], lse [B, Hq, Sq]; see spec.py. Any device that has a slice-invariant GEMM."""
+    if lengths is not None and lengths.pages is not None:
+        k, v = (_out_of_pages(x, lengths) for x in (k, v))
     groups = q.shape[1] // k.shape[1]
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     of_heads = None if sinks is None else sinks.repeat(q.shape[0]).view(-1, groups)

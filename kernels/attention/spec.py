@@ -75,12 +75,16 @@ class PackedLengths:
     In forward cu_k may also be [sequences + 1, 2], contiguous: beside each start, how many keys of the sequence's first
     chunk were dropped, less than CHUNK. No query sees those. They move the positions at which the sums over keys are
     cut, so that these are the positions of the whole sequence. max_k counts them.
+
+    pages: in forward, None or int32 [sequences, any], contiguous. Keys and values are then in pages, k and v [number of
+    pages, Hkv, P, D], and key j of sequence n is row j % P of page pages[n, j // P]; cu_k gives their numbers alone.
     """
 
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
+    pages: Tensor | None = None
 
     @property
     def packing(self) -> int:

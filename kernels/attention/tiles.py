@@ -137,6 +137,27 @@ def load_tokens(desc, row, column, offset, BLOCK: tl.constexpr, COLUMNS: tl.cons
 
 
 @triton.jit
+def load_paged_tokens(
+    ptr, pages_ptr, stride_page, stride_token, start, offset, keys,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CLIPPED: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """The same of keys in pages of PAGE rows: of the head at `ptr`, from key `start` on; 0 past the last key.
+
+    Strides are in units of 16 bytes, UNIT elements. SIZE: the head's columns, if CLIPPED.
+    """
+    key = start + tl.arange(0, BLOCK)
+    column = offset + tl.arange(0, COLUMNS)
+    there = key < keys
+    page = tl.load(pages_ptr + key // PAGE, mask=there, other=0).to(tl.int64)
+    at = (page * stride_page + (key % PAGE) * stride_token) * UNIT
+    inside = there[:, None]
+    if CLIPPED:
+        inside = inside & (column < SIZE)[None, :]
+    return tl.load(ptr + at[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def capped(scores, inverse_cap, SOFTCAP: tl.constexpr):
     """With a softcap tanh(scores * inverse_cap), else scores; the exponent's factor multiplies by the cap."""
     if SOFTCAP:

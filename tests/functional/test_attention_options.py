@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors
+from attention_cases import assert_same_bytes, attend, fresh, naively, paged_and_whole, part_of, plainly, tensors
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -329,6 +329,18 @@ def test_packed_sequences_that_have_dropped_keys(device, dtype, dim, has_sinks):
         control = tpi.attention(packed_q, packed_k, packed_v, **own)
         if dtype == torch.float32 and not has_sinks:  # 16 bits may hide it
             assert not torch.equal(control, expected), "the control does not say where first keys stand"
+
+
+@pytest.mark.parametrize("options", [{}, dict(window=700), dict(softcap=3.0)], ids=str)
+@pytest.mark.parametrize("page", [16, 48, 256])
+@pytest.mark.parametrize("device, dtype, dim", [place for place in PLACES if place.values[2] <= 256])
+def test_pages_have_the_bits_of_one_tensor(device, dtype, dim, page, options):
+    """Decode steps, a chunk and a whole prompt in one call, and steps alone."""
+    length = 300 if device == "cpu" else 2100
+    q, k, v, _ = tensors(device, dtype, 1, HEADS, KV_HEADS, length, length, dim)
+    for steps in (((length - 1, length), (100, 170), (0, 60)), ((length - 1, length), (130, 131))):
+        with_sinks = options | dict(sinks=sinks(device, 0, 0).detach())
+        assert_same_bytes(*paged_and_whole(q, k, v, steps, page, with_sinks), f"{steps}")
 
 
 Q, KV = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)

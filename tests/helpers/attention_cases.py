@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import tp_invariant as tpi
+from tp_invariant.functional.paged_attention import paged_attention
 from tp_invariant.testing import wide_randn
 
 KINDS = {
@@ -124,3 +125,29 @@ def naively(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, **opt
     if (sinks := options.get("sinks")) is not None:
         total = total + (sinks.float()[:, None, None] - top).exp()
     return (out / total).to(q.dtype)
+
+
+def paged_and_whole(q, k, v, steps, page, options) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The rows of q, k, v [1, .., S, D] for queries start .. stop of some sequences that begin alike, against keys in
+    pages of `page` rows, whose other rows have NaN; and those rows of one call."""
+    tables, spread, device = [], torch.Generator().manual_seed(page), q.device
+    most = max(-(-stop // page) for _, stop in steps)
+    places = torch.randperm(most * len(steps) + 3, generator=spread)
+    pages = [x.new_full((len(places), page, x.shape[1], x.shape[3]), torch.nan).transpose(1, 2) for x in (k, v)]
+    for n, (_, stop) in enumerate(steps):
+        keys, own = torch.arange(stop), places[n * most : (n + 1) * most]
+        tables.append(own)
+        for x, paged in zip((k, v), pages, strict=True):
+            paged[own[keys // page].to(device), :, (keys % page).to(device)] = x[0, :, :stop].transpose(0, 1)
+    of_q = [0, *(stop - start for start, stop in steps)]
+    of_k = [0, *(stop for _, stop in steps)]
+    cu_q, cu_k = (torch.tensor(sizes, device=device).cumsum(0).int() for sizes in (of_q, of_k))
+    options = {name: x for name, x in options.items() if name != "causal"}
+    with torch.no_grad():
+        got = paged_attention(
+            torch.cat([q[:, :, start:stop] for start, stop in steps], 2), *pages,
+            page_table=torch.stack(tables).int().to(device), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+            max_seqlen_q=max(of_q), max_seqlen_k=max(of_k), **options,
+        )  # fmt: skip
+        whole = tpi.attention(q, k, v, causal=True, **options)
+    return {"out": got}, {"out": torch.cat([whole[:, :, start:stop] for start, stop in steps], 2)}

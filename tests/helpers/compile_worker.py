@@ -223,17 +223,21 @@ def clipping(dtype: torch.dtype) -> None:
 
 def attend(
     own_kernel: bool, head_dim: int, queries: int, *, packed: bool = False, dropped: bool = False,
-    with_sinks: bool = False, mask_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16,
+    paged: bool = False, with_sinks: bool = False, mask_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """The forward and, unless it is a step of decoding, the backward. packed: with a window as well; dropped: keys of a
-    cache, forward alone."""
+    """The forward and, unless it is a step of decoding, the backward. packed: with a window as well; dropped, paged:
+    keys of a cache, forward alone."""
     cu = torch.tensor([0, 40, 100] if queries > 1 else [0, 1, 1], dtype=torch.int32)
     of_keys = torch.stack([cu, cu], 1) if dropped else cu
-    lengths = attention_spec.PackedLengths(cu, of_keys, min(queries, 60), 60 if queries > 1 else 1500)
-    lengths = lengths if packed or dropped else None
+    pages = torch.zeros(2, 100, dtype=torch.int32) if paged else None
+    lengths = attention_spec.PackedLengths(cu, of_keys, min(queries, 60), 60 if queries > 1 else 1500, pages)
+    lengths = lengths if packed or dropped or paged else None
     spec = attention_spec.AttentionSpec(causal=True, scale=0.1, window=20 if lengths else 0)
     q = torch.zeros(1, 4, queries, head_dim, dtype=dtype)
     k, v = torch.zeros(2, 1, 2, 2048 if queries == 1 else queries, head_dim, dtype=dtype).unbind()
+    if paged:
+        k, v = torch.zeros(2, 100, 16, 2, head_dim, dtype=dtype).transpose(2, 3).unbind()
     sinks = torch.zeros(4) if with_sinks else None
     mask = None if mask_dtype is None else torch.zeros(1, 4, queries, k.shape[2], dtype=mask_dtype)
     with (
@@ -241,7 +245,7 @@ def attend(
         mock.patch.object(attention, "can_overlap", lambda index: own_kernel),
     ):
         out, lse = attention.forward(q, k, v, spec, lengths, sinks, mask)
-        if queries > 1 and not dropped:
+        if queries > 1 and not dropped and not paged:
             learned = mask is not None and mask.dtype != torch.bool
             attention_backward.backward(out, q, k, v, out, lse, spec, lengths, None, mask, learned)
 
@@ -258,6 +262,9 @@ def attentions() -> None:
     attend(True, 128, 1)
     for own_kernel, queries in ((False, 100), (False, 1), (True, 100)):
         attend(own_kernel, 128, queries, dropped=True)
+    for dtype, size, queries in ((torch.bfloat16, 128, 100), (torch.bfloat16, 128, 1), (torch.float32, 64, 1)):
+        attend(False, size, queries, paged=True, dtype=dtype)
+    attend(False, 64, 1, packed=True, dtype=torch.float32)
 
 
 def peers() -> None:

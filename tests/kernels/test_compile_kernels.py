@@ -72,6 +72,16 @@ def test_row_sums_of_attention_are_in_the_layout_of_the_product(compiled):
     assert all("nvidia_mma" in layout for layout in found), set(found)
 
 
+def test_row_sums_of_attention_in_fp32_are_in_one_layout_for_pages_and_one_tensor(compiled):
+    """There the product is no tensor core's, and the order of a row's sum is the compiler's."""
+    _, folder = compiled
+    forms = [path.read_text() for path in folder.rglob("_forward_kernel.ttgir")]
+    forms = [text for text in forms if re.search(r"%q_ptr: !tt.ptr<f32>", text)]
+    found = [layout for text in forms for layout in layouts_of_row_sums(text)]
+    assert sorted("pages_ptr" in text for text in forms) == [False, True]
+    assert found and len(set(found)) == 1, set(found)
+
+
 def test_dot_products_of_one_length_are_added_in_one_order(compiled):
     """Three lengths of two dtypes, in four ways in memory each, are one form each, and one with drows beside them.
 

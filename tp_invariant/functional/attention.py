@@ -225,7 +225,8 @@ def _lengths(
     if first_keys is not None:
         cu_k = torch.stack([cu_k, F.pad(first_keys % CHUNK, (0, 1))], 1)
         max_lengths[1] += CHUNK - 1
-    return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), *max_lengths)
+    max_q, max_k = max_lengths
+    return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), max_q, max_k)
 
 
 def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:

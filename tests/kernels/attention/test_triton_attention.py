@@ -11,7 +11,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import KINDS, assert_same_bytes, attend, fresh, naively, part_of, plainly, tensors
+from attention_cases import (
+    KINDS,
+    assert_same_bytes,
+    attend,
+    fresh,
+    naively,
+    paged_and_whole,
+    part_of,
+    plainly,
+    tensors,
+)  # fmt: skip
 
 import tp_invariant as tpi
 from tp_invariant.hugging_face.masks import VisibleKeys
@@ -197,6 +207,15 @@ def test_packed_sequences_that_have_dropped_keys(monkeypatch, longest):
         assert_same_bytes({"out": got}, {"out": expected}, f"{steps}")
         differ += not torch.equal(tpi.attention(packed_q, packed_k, packed_v, **own), expected)
     assert differ, "the control"
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "softcap"])
+@pytest.mark.parametrize("dim", [16, 20])
+def test_pages_have_the_bits_of_one_tensor(kind, dim):
+    """Steps, whose chunks another kernel folds, and longer ones; pages in any order, others have NaN."""
+    q, k, v, _ = (x[..., :dim] for x in tensors("cpu", torch.float32, 1, 4, 2, 130, 130, 32))
+    for steps in (((129, 130), (70, 71), (0, 1)), ((60, 90), (128, 130), (0, 33))):
+        assert_same_bytes(*paged_and_whole(q, k, v, steps, 16, SMALL[kind]), f"{steps}")
 
 
 @pytest.mark.parametrize("kind", ["window", "softcap"])
