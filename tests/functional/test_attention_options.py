@@ -332,7 +332,7 @@ def test_packed_sequences_that_have_dropped_keys(device, dtype, dim, has_sinks):
 
 
 @pytest.mark.parametrize("options", [{}, dict(window=700), dict(softcap=3.0)], ids=str)
-@pytest.mark.parametrize("page", [16, 48, 256])
+@pytest.mark.parametrize("page", [16, 48])
 @pytest.mark.parametrize("device, dtype, dim", [place for place in PLACES if place.values[2] <= 256])
 def test_pages_have_the_bits_of_one_tensor(device, dtype, dim, page, options):
     """Decode steps, a chunk and a whole prompt in one call, and steps alone."""
@@ -341,6 +341,8 @@ def test_pages_have_the_bits_of_one_tensor(device, dtype, dim, page, options):
     for steps in (((length - 1, length), (100, 170), (0, 60)), ((length - 1, length), (130, 131))):
         with_sinks = options | dict(sinks=sinks(device, 0, 0).detach())
         assert_same_bytes(*paged_and_whole(q, k, v, steps, page, with_sinks), f"{steps}")
+    if dtype == torch.float32:
+        assert not torch.equal(naively(q[:, :, -1:], k, v), naively(q, k, v, causal=True)[:, :, -1:]), "the control"
 
 
 Q, KV = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)

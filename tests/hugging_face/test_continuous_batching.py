@@ -189,25 +189,26 @@ def test_generate_batch_beside_generate(family):
         assert texts[0] == texts[2] and name == f"tp_invariant_{'eager' if family == 'gemma2' else 'sdpa'}"
 
 
-def refused(tp_group, options, config):
-    model = tpi.parallelize(build("llama", **options).eval(), tp_group)
+def refused(tp_group, family, config):
+    model = tpi.parallelize(build(family).eval(), tp_group)
     with tpi.set_tp_invariant_mode(True):
         try:
             model.generate_batch(
                 prompts()[:1], transformers.GenerationConfig(max_new_tokens=2),
                 transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32, page_size=16, **config),
             )  # fmt: skip
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             return str(error)
 
 
 @pytest.mark.parametrize(
-    "options, config, text",
+    "family, config, text",
     [
-        ({}, dict(use_cuda_graph=True), "continuous batching over 2 ranks takes no CUDA graphs"),
-        ({}, dict(varlen_compile_config=transformers.CompileConfig()), "varlen_compile_config is given"),
+        ("llama", dict(use_cuda_graph=True), "continuous batching over 2 ranks takes no CUDA graphs"),
+        ("llama", dict(varlen_compile_config=transformers.CompileConfig()), "varlen_compile_config is given"),
+        ("deepseek_v2", {}, "1 of 1 requests failed; req_0: DeepseekV2Attention has 4 heads of size 16"),
     ],
 )
-def test_what_is_refused(options, config, text):
-    errors = run_ranks(refused, 2, options, config)
+def test_what_is_refused(family, config, text):
+    errors = run_ranks(refused, 2, family, config)
     assert errors[0] == errors[1] and text in errors[0]

@@ -81,7 +81,7 @@ def begin(model: Any, former: Callable, generation_config: Any, batching_config:
     """transformers' init_continuous_batching, `former`, of a parallelized model.
 
     Raises:
-        ValueError: the ranks do not divide the key heads; CUDA graphs of several ranks; torch.compile.
+        ValueError: CUDA graphs of several ranks; torch.compile.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -96,7 +96,7 @@ def begin(model: Any, former: Callable, generation_config: Any, batching_config:
         name_attention(model, {PREFIX + name: name for name in ("sdpa", "eager")})
     seen = {}
     if group.size > 1:  # what the engine goes by, in its constructor
-        seen = {"_device_mesh": _mesh_of(model, group), "_tp_plan": _plan(model, group)}
+        seen = {"_device_mesh": _mesh_of(model, group), "_tp_plan": _plan(model)}
     before = {name: vars(model)[name] for name in seen if name in vars(model)}
     vars(model).update(seen)
     try:
@@ -131,17 +131,10 @@ def _mesh_of(model: Any, group: Group) -> DeviceMesh:
     return DeviceMesh.from_group(group.process_group, model.device.type, mesh_dim_names=("tp",))
 
 
-def _plan(model: Any, group: Group) -> dict[str, str]:
+def _plan(model: Any) -> dict[str, str]:
     """A plan that says whether the keys' heads are sharded, which is all that the engine reads from it."""
     if not _has_part_of_the_keys(model):
         return {}
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % group.size:
-        raise ValueError(
-            f"num_key_value_heads={heads} over {group.size} ranks: continuous batching needs a multiple of "
-            f"{group.size}, since a rank's cache holds its own heads; take a degree that divides {heads}, or generate"
-        )
     return {f"layers.*.self_attn.{name}": "colwise" for name in ("k_proj", "v_proj")}
 
 
@@ -243,8 +236,15 @@ def read_cache(module: Any, key: Tensor, value: Tensor, given: dict[str, Any]) -
         raise ValueError(
             "the engine passes a block_table, which tpi.attention does not take: set max_blocks_per_request=0"
         )
-    layer = module.layer_idx
-    sliding, window = cache.layer_to_allocator[layer].layer_type == _SLIDING, given.get("sliding_window")
+    layer, window = module.layer_idx, given.get("sliding_window")
+    allocator = cache.layer_to_allocator[layer]
+    sliding, held = allocator.layer_type == _SLIDING, (allocator.num_key_value_heads, allocator.head_dim)
+    for x in (key, value):
+        if (x.shape[1], x.shape[3]) != held:
+            raise ValueError(
+                f"{type(module).__name__} has {x.shape[1]} heads of size {x.shape[3]} in keys or values, and the "
+                f"engine's cache {held[0]} of size {held[1]}, as for latent attention: use generate for this model"
+            )
     if sliding and not (window and first_keys is not None):
         raise ValueError(
             f"{type(module).__name__} passes sliding_window={window} in layer {layer}, whose cache drops what a window "

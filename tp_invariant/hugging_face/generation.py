@@ -54,7 +54,7 @@ class Generating(nn.Module):
         """transformers' own, of every rank; the ranks compare the tokens of every step.
 
         Raises:
-            ValueError: the ranks do not divide the key heads; CUDA graphs of several ranks; torch.compile.
+            ValueError: CUDA graphs of several ranks; torch.compile.
         """
         former: Any = super()
         start = former.init_continuous_batching
