@@ -212,3 +212,26 @@ def refused(tp_group, family, config):
 def test_what_is_refused(family, config, text):
     errors = run_ranks(refused, 2, family, config)
     assert errors[0] == errors[1] and text in errors[0]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_padding_at_the_end_of_a_step(window):
+    """As the engine pads for a CUDA graph: rows of others behind, and sequences without queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, n, 16, generator=generator) for n in (12, 90, 90))
+    of_q, of_k, firsts = [0, 5, 6], [0, 24, 44], torch.tensor([7, 140], dtype=torch.int32) if window else None
+    cu_q, cu_k = (torch.tensor(sizes, dtype=torch.int32) for sizes in (of_q, of_k))
+    parts = query[:, :, :6], key[:, :, :44], value[:, :, :44]
+    expected = continuous_batching.Paged(*parts[1:], cu_q, cu_k, 5, 24, window, firsts).attend(parts[0])
+    cu_q, cu_k = (torch.cat([x, x[-1:].expand(3)]) for x in (cu_q, cu_k))
+    firsts = None if firsts is None else torch.cat([firsts, torch.zeros(3, dtype=torch.int32)])
+    got = continuous_batching.Paged(key, value, cu_q, cu_k, 12, 1024, window, firsts).attend(query)
+    assert got.shape == query.shape and got.isfinite().all()
+    assert got[:, :, :6].contiguous().numpy().tobytes() == expected.contiguous().numpy().tobytes()
+
+
+def test_the_position_of_first_keys():
+    position_ids = torch.tensor([[3, 4, 50, 0, 1, 2, 0, 0]])
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3, 6, 6, 6], [0, 5, 15, 18, 18, 18]))
+    firsts = continuous_batching._first_keys(position_ids, cu_q, cu_k)
+    assert firsts.tolist() == [0, 41, 0, 0, 0] and firsts.dtype == torch.int32
