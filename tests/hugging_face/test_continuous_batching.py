@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 import tp_invariant as tpi
+from tp_invariant import testing
 from tp_invariant.hugging_face import continuous_batching
 from tp_invariant.testing import rank_pool
 
@@ -235,3 +236,45 @@ def test_the_position_of_first_keys():
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3, 6, 6, 6], [0, 5, 15, 18, 18, 18]))
     firsts = continuous_batching._first_keys(position_ids, cu_q, cu_k)
     assert firsts.tolist() == [0, 41, 0, 0, 0] and firsts.dtype == torch.int32
+
+
+def on_gpus(tp_group, family, mode, options):
+    """The texts; how many of their rows of one forward the engine did not draw from; these rows' digest."""
+    device, rows, expected = torch.device("cuda", torch.cuda.current_device()), set(), []
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    window = dict(sliding_window=300) if family == "mistral" else {}
+    model = hf_models.build(family, torch.bfloat16, max_position_embeddings=2048, **sizes, **window).eval().to(device)
+    lengths, generator = [700, 5, 1500, 1, 400], torch.Generator().manual_seed(0)
+    given = [torch.randint(3, hf_models.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    with tpi.set_tp_invariant_mode(mode), torch.no_grad():
+        model = tpi.parallelize(model, tp_group)
+        if not options:  # a graph that is replayed calls no hook
+            hook = model.register_forward_hook(lambda module, args, out: rows.update(bytes_of(out.logits[0].cpu())))
+        results = model.generate_batch(
+            given,
+            transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            transformers.ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=256, page_size=32, **options),
+        )
+        texts = [result.generated_tokens for result in results.values()]
+        if not options:
+            hook.remove()
+        for prompt, text in zip(given, texts, strict=True):
+            ids = torch.tensor([prompt + text], device=device)
+            expected.append(model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].cpu())
+    missing = sum(row not in rows for one in expected for row in bytes_of(one))
+    return texts, missing, testing.digest(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_on_gpus(family):
+    """At every degree, and on one rank by CUDA graphs, whose texts alone are seen."""
+    run = functools.partial(testing.run_ranks, device="cuda")
+    ((texts, missing, digest),) = run(on_gpus, 1, family, True, {})
+    assert missing == 0
+    assert run(on_gpus, 1, family, True, dict(use_cuda_graph=True))[0][0] == texts
+    for degree in (2, 4):
+        if degree <= testing.gpu_ranks():
+            assert run(on_gpus, degree, family, True, {}) == [(texts, 0, digest)] * degree
+    assert run(on_gpus, 1, family, False, {})[0][1] > 0, "the control"

@@ -129,6 +129,25 @@ def test_packed_sequences_too(monkeypatch, device, kind):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
+def test_packed_sequences_that_have_dropped_keys_too(monkeypatch, device):
+    """The control: other numbers of dropped keys."""
+    lengths_q, lengths_k, dropped = [100, 0, 700, 1, 300], [356, 30, 956, 257, 300], [3, 0, 500, 129, 0]
+    starts_q, starts_k = (torch.tensor([0, *x], device=device).cumsum(0).int() for x in (lengths_q, lengths_k))
+    spec = AttentionSpec(True, 0.1, 257)
+    q = surrounded((1, 4, sum(lengths_q), 128), torch.bfloat16, 0)
+    k, v = (surrounded((1, 2, sum(lengths_k), 128), torch.bfloat16, seed) for seed in (1, 2))
+    made = []
+    for numbers in (dropped, [0] * len(dropped)):
+        of_k = torch.stack([starts_k, torch.tensor([*numbers, 0], device=device).int()], 1)
+        packed = PackedLengths(starts_q, of_k, max(lengths_q), max(lengths_k) + 511)
+        made.append(by(monkeypatch, True, 1, q, k, v, spec, packed))
+        assert not any(value.isnan().any() for value in made[-1].values())
+        for idle in (1, 10**6):
+            assert_same_bytes(by(monkeypatch, False, idle, q, k, v, spec, packed), made[-1], f"{numbers}")
+    assert not torch.equal(made[0]["out"], made[1]["out"])
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_hopper)])
 def test_other_blocks_of_keys_give_other_bits(monkeypatch, device):
     """The control: if the two kernels' tiles differed, the bits would differ."""
     q, k, v = (surrounded((1, 4, 1000, 128), torch.bfloat16, seed) for seed in range(3))
