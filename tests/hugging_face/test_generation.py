@@ -93,6 +93,23 @@ def test_ranks_seeded_alike_write_the_text_of_one_rank(how):
     assert len(alone[0]) <= (10 if "criteria" in how else 14)
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_static_cache_compiles_nothing_by_itself(mode):
+    """On GPUs transformers would compile the model, whose rows then have other bits than a whole forward's."""
+    model = tpi.parallelize(hf_models.build("llama").eval(), None)
+    asked = []
+    model._valid_auto_compile_criteria = lambda kwargs, config: asked.append(bool(config.disable_compile))
+    options = dict(max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    config = transformers.GenerationConfig(**options)
+    with tpi.set_tp_invariant_mode(mode):
+        model.generate(prompt(), **options)
+        model.generate(prompt(), config)
+        model.generate(prompt(), generation_config=config, compile_config=transformers.CompileConfig())
+        config.compile_config = transformers.CompileConfig()
+        model.generate(prompt(), config)
+    assert asked == [mode, mode, False, False]
+
+
 MANNERS = {
     "dynamic": {},
     "static": dict(cache_implementation="static"),

@@ -17,9 +17,10 @@ from ..comm.wire import gather_objects
 from ..consistency.agreement import compare_call
 from ..consistency.differences import format_values, ranks_by_value
 from ..core.bits import tensor_hash
+from ..core.mode import is_tp_invariant_mode_enabled
 from . import continuous_batching
 
-_CRITERIA = 3  # the place of `stopping_criteria` among the arguments of transformers' generate
+_CONFIG, _CRITERIA = 1, 3  # the places of `generation_config` and `stopping_criteria` in transformers' generate
 
 
 class Generating(nn.Module):
@@ -28,13 +29,21 @@ class Generating(nn.Module):
     def generate(self, *args: Any, **options: Any) -> Any:
         """transformers' generate; a collective. The ranks compare a hash of the text after every step.
 
+        With the mode on the model is not compiled, as transformers compiles it by itself on GPUs where the cache is
+        static, unless a compile_config is given: bits between the layers are then the compiler's.
+
         Raises:
             RuntimeError: the same on every rank, if the ranks' texts differ; names the step, the tokens and the ranks.
         """
         former: Any = super()
         continuous_batching.as_ordinary(self)
+        paged = options.get("cache_implementation") == "paged"  # which takes neither criteria nor options of compilers
+        config = args[_CONFIG] if len(args) > _CONFIG else options.get("generation_config")
+        given = options.get("compile_config") or getattr(config or self.generation_config, "compile_config", None)
+        if given is None and not paged and is_tp_invariant_mode_enabled():
+            options.setdefault("disable_compile", True)
         group = layers_group(self, of_replica=True)
-        if group.size > 1 and options.get("cache_implementation") != "paged":  # which takes no criteria
+        if group.size > 1 and not paged:
             if len(args) > _CRITERIA:
                 args = (*args[:_CRITERIA], [*(args[_CRITERIA] or ()), _SameText(group)], *args[_CRITERIA + 1 :])
             else:
