@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import hf_models
 import pytest
 import torch
@@ -9,6 +11,7 @@ import transformers
 from ranks import run_ranks
 
 import tp_invariant as tpi
+from tp_invariant import testing
 from tp_invariant.testing import assert_bitwise_equal
 
 TWO_LIKELY = dict(do_sample=True, top_k=2, max_new_tokens=12)
@@ -122,12 +125,23 @@ MANNERS = {
 }
 
 
-def rows_of_every_manner(tp_group, family, mode):
+SMALL = dict(max_position_embeddings=256)
+ON_GPUS = dict(
+    max_position_embeddings=2048, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=64,
+)  # fmt: skip
+
+
+def rows_of_every_manner(tp_group, family, mode, device="cpu"):
     """By manner: the rows of logits that generate draws from, those of one forward of the text, and the text."""
     results = {}
     with tpi.set_tp_invariant_mode(mode), torch.no_grad():
-        model = tpi.parallelize(hf_models.build(family, max_position_embeddings=256).eval(), tp_group)
-        ids = torch.randint(3, hf_models.VOCABULARY, (1, 131), generator=torch.Generator().manual_seed(0))
+        dtype, options = (torch.float32, SMALL) if device == "cpu" else (torch.bfloat16, ON_GPUS)
+        if family == "mistral" and device == "cuda":
+            options = options | dict(sliding_window=300)
+        model = tpi.parallelize(hf_models.build(family, dtype, **options).eval().to(device), tp_group)
+        tokens = 131 if device == "cpu" else 1100
+        ids = torch.randint(3, hf_models.VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
         ids[0, 60:100] = ids[0, 10:50]
         for manner, options in MANNERS.items():
             torch.manual_seed(0)
@@ -137,17 +151,33 @@ def rows_of_every_manner(tp_group, family, mode):
                 output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
             whole = model(got.sequences, use_cache=False).logits[0, ids.shape[1] - 1 : -1]
-            results[manner] = torch.cat(list(got.logits)), whole, got.sequences
+            results[manner] = tuple(x.cpu() for x in (torch.cat(list(got.logits)), whole.float(), got.sequences))
     return results
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_caches_chunks_and_assistants_give_the_rows_of_one_forward(family):
     """At two ranks and one; mistral's window has passed keys that sums over a whole sequence begin with."""
-    (alone,) = run_ranks(rows_of_every_manner, 1, family, True)
-    for results in (alone, *run_ranks(rows_of_every_manner, 2, family, True)):
+    compare_manners(family, "cpu", (2,))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_the_same_on_gpus(family):
+    compare_manners(family, "cuda", [degree for degree in (2, 4) if degree <= testing.gpu_ranks()])
+
+
+def compare_manners(family, device, degrees):
+    run_ranks = functools.partial(testing.run_ranks, device=device)
+    (alone,) = run_ranks(rows_of_every_manner, 1, family, True, device)
+    others = [
+        results for degree in degrees for results in run_ranks(rows_of_every_manner, degree, family, True, device)
+    ]
+    for results in (alone, *others):
         for manner, (rows, whole, text) in results.items():
             assert_bitwise_equal(rows, whole, manner)
             assert_bitwise_equal((rows, text), (alone[manner][0], alone[manner][2]), manner)
-    off, *_ = run_ranks(rows_of_every_manner, 2, family, False)
-    assert all(not torch.equal(rows, whole) for rows, whole, _ in off.values()), "the control"
+    off, *_ = run_ranks(rows_of_every_manner, 1, family, False, device)
+    differ = [not torch.equal(rows, whole) for rows, whole, _ in off.values()]
+    assert all(differ) if device == "cpu" else any(differ), "the control"
