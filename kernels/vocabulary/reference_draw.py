@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from .reference_cross_entropy import _exp
+
 # The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011)
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -95,3 +97,11 @@ def draw(x: Tensor, key: Tensor, first: int) -> tuple[Tensor, Tensor]:
     values[rows, columns] = x[rows, columns].double() - log(-log(u[rows, columns]))
     values.masked_fill_(x.isnan(), math.nan)
     return largest(values.T, torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(1))
+
+
+def exp_weights(x: Tensor, terms: int) -> Tensor:
+    """exp of fp32 numbers x <= 0 in fixed point, int64, so that `terms` of them add up exactly; may overwrite x.
+
+    The same bits on a CPU and on CUDA.
+    """
+    return _exp(x).mul_(2.0 ** (62 - terms.bit_length())).to(torch.int64)

@@ -101,6 +101,7 @@ class _SameText:
                 f"the {group.size} ranks of tp_group have different texts after step {self._steps} of generate, whose "
                 f"last tokens are {format_values(ranks_by_value(enumerate(newest)))}. Ranks of a tp_group must get the "
                 "same prompts and draw the same tokens: seed all of them alike before generate (torch.manual_seed), "
-                "also where data-parallel ranks have seeds of their own"
+                "also where data-parallel ranks have seeds of their own, and give KeyedDraws one seed and the same "
+                "requests"
             )
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
