@@ -17,7 +17,7 @@ from torch import Tensor
 from ..launch import cdiv, launch_on, next_power_of_2, readable_rows
 from ..plans import Kernel
 from . import reference_draw
-from .reference_draw import largest
+from .reference_draw import exp_weights, largest
 
 MAX_BLOCK = 1024  # columns of a program; sets the speed only
 _TERMS = tl.constexpr(reference_draw._TERMS)
@@ -26,7 +26,7 @@ _LN2_HIGH = tl.constexpr(reference_draw._LN2_HIGH)
 _LN2_LOW = tl.constexpr(reference_draw._LN2_LOW)
 _HALF_UNIT = tl.constexpr(2.0**-53)
 
-__all__ = ["draw", "largest"]
+__all__ = ["draw", "exp_weights", "largest"]
 
 
 @triton.jit

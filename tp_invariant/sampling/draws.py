@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..core.elementwise import inside_a_layer
 from ..kernels.select import select
-from ..kernels.vocabulary.reference_draw import exp_weights
 
 Request = str | int
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -167,7 +166,7 @@ class Draws:
         ids = order if ids is None else ids.gather(1, order)
         keep = scores > -math.inf
         if self.top_p is not None:
-            weights = exp_weights(scores - scores[:, :1], x.shape[1])
+            weights = select("draw", x.device.type).exp_weights(scores - scores[:, :1], x.shape[1])
             sums = weights.cumsum(1)
             limit = (sums[:, -1:].double() * self.top_p).ceil().to(torch.int64)
             keep &= sums - weights < limit
