@@ -340,3 +340,15 @@ def test_calls_that_do_not_fit():
 def test_beam_search_is_refused():
     with pytest.raises(ValueError, match="so num_beams must be 1"):
         write(built(), PROMPTS, num_beams=2)
+
+
+def test_continuous_batching_which_ignores_processors_is_refused():
+    model, options = built(), dict(logits_processor=[KeyedDraws(0, ["a"])])
+    for call in (
+        lambda: model.generate_batch([PROMPTS["a"]], **options),
+        lambda: model.generate(torch.tensor([PROMPTS["a"]]), cache_implementation="paged", **options),
+    ):
+        with pytest.raises(
+            ValueError, match="logits_processor has KeyedDraws, which transformers' continuous batching"
+        ):
+            call()

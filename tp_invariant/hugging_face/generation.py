@@ -33,6 +33,7 @@ class Generating(nn.Module):
         static, unless a compile_config is given: bits between the layers are then the compiler's.
 
         Raises:
+            ValueError: a logits_processor with cache_implementation="paged", as in generate_batch.
             RuntimeError: the same on every rank, if the ranks' texts differ; names the step, the tokens and the ranks.
         """
         former: Any = super()
@@ -42,6 +43,8 @@ class Generating(nn.Module):
         given = options.get("compile_config") or getattr(config or self.generation_config, "compile_config", None)
         if given is None and not paged and is_tp_invariant_mode_enabled():
             options.setdefault("disable_compile", True)
+        if paged:
+            _refuse_processors(options)
         group = layers_group(self, of_replica=True)
         if group.size > 1 and not paged:
             if len(args) > _CRITERIA:
@@ -73,15 +76,27 @@ class Generating(nn.Module):
         """transformers' own, of every rank.
 
         Raises:
+            ValueError: a logits_processor, which transformers ignores here, so that it would draw by itself.
             RuntimeError: a request failed, which transformers only logs.
         """
         former: Any = super()
+        _refuse_processors(options)
         results = former.generate_batch(*args, **options)
         errors = {name: result.error for name, result in results.items() if result.error is not None}
         if errors:
             name, error = next(iter(errors.items()))
             raise RuntimeError(f"{len(errors)} of {len(results)} requests failed; {name}: {error}")
         return results
+
+
+def _refuse_processors(options: dict[str, Any]) -> None:
+    """Raises: ValueError."""
+    if options.get("logits_processor"):
+        names = ", ".join(type(processor).__name__ for processor in options["logits_processor"])
+        raise ValueError(
+            f"logits_processor has {names}, which transformers' continuous batching ignores: call generate without "
+            "cache_implementation='paged'"
+        )
 
 
 class _SameText:
