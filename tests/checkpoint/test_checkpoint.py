@@ -253,6 +253,21 @@ def test_load_full_state_dict_names_every_problem_on_every_rank():
             assert part in str(error)
 
 
+def load_shards(tp_group):
+    layer = tpi.Linear(HIDDEN, FFN, parallel_mode="column", tp_group=tp_group)
+    tpi.load_full_state_dict(layer, layer.state_dict())
+
+
+def test_shards_in_place_of_whole_tensors_are_named():
+    """At TP=1 the same call loads, since the shards are the whole tensors."""
+    run_ranks(load_shards, 1)
+    with pytest.raises(RankError) as raised:
+        run_ranks(load_shards, 2)
+    for rank in (0, 1):
+        hint = rf"It looks like the shards of rank {rank} of 2, .*Give the whole tensors of tp_invariant.full_state_dict"
+        assert re.search(hint, str(raised.value.errors[rank]))
+
+
 def test_without_strict_the_matching_keys_are_loaded():
     state = unsharded()
     del state["scale"]

@@ -52,7 +52,7 @@ class Mixture(nn.Module):
 
 
 def refused_on_rank(tp_group):
-    torch.manual_seed(0)  # ranks with different weights are refused for that first
+    torch.manual_seed(tp_group.rank())  # a mistake in the plan is named before weights that differ
     model = Mixture()
     before = list(model.modules())
     with pytest.raises(ValueError) as caught:
@@ -64,6 +64,8 @@ def refused_on_rank(tp_group):
         }
         parallelize(model, tp_group, plan)
     assert list(model.modules()) == before
+    with pytest.raises(RuntimeError, match="different weights in 2 of 2 parameters"):  # the control
+        parallelize(nn.Sequential(model.experts), tp_group, {"0": "colwise"})
     return str(caught.value)
 
 

@@ -5,7 +5,9 @@ import inspect
 import os
 import re
 import signal
+import sys
 from multiprocessing.connection import wait
+from types import ModuleType
 
 import pytest
 import torch
@@ -183,6 +185,21 @@ def test_a_process_that_died_between_calls(own_pool, monkeypatch, tmp_path):
         assert "the process of rank 1 ended by SIGKILL" in str(error)
     assert_ranks_answer()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", [None, "a_script"], ids=["a local function", "a module that ranks cannot import"])
+def test_what_cannot_be_sent_without_cloudpickle_names_it(monkeypatch, module):
+    def case(tp_group):
+        return 3
+
+    if module is not None:
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        case.__module__ = module
+    assert run_ranks(case, 2) == [3, 3]  # the control: with cloudpickle it runs
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # an import of it raises, as where it is not installed
+    hint = "cannot be sent to other processes: define it at the top of an importable module, or pip install cloudpickle$"
+    with pytest.raises(TypeError, match=rf"^\(<function .*case at .*{hint}"):
+        run_ranks(case, 2)
 
 
 class Peculiar(Exception):

@@ -359,7 +359,7 @@ def check_match(
             dtype than the model's.
     """
     missing, unexpected = sorted([*(entries.keys() - given.keys()), *absent]), sorted(given.keys() - entries.keys())
-    problems = []
+    problems, shards = [], []
     if strict and missing:
         problems.append(f"missing in the {source}: {', '.join(missing)}")
     if strict and unexpected:
@@ -373,8 +373,16 @@ def check_match(
                 f"{name} is {dtype} {tuple(shape)} in the {source} and {entry.tensor.dtype} {tuple(entry.full_shape)} "
                 "in the model"
             )
+            shards += [entry.spec.group] if entry.parts > 1 and shape == entry.tensor.shape else []
     if problems:
-        raise ValueError(f"the {source} does not fit the model:\n" + "\n".join(sorted(problems)))
+        hint = ""
+        if shards:
+            hint = (
+                f"\nIt looks like the shards of rank {shards[0].rank} of {shards[0].size}, as model.state_dict() gives "
+                "them. Give the whole tensors of tp_invariant.full_state_dict(model), which every rank calls; "
+                "model.load_state_dict takes this rank's shards"
+            )
+        raise ValueError(f"the {source} does not fit the model:\n" + "\n".join(sorted(problems)) + hint)
     return IncompatibleKeys(missing, unexpected)
 
 

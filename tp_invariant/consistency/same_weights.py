@@ -24,14 +24,20 @@ _SHOWN = 5
 
 
 def check_same_model(
-    model: nn.Module, group: Group, facts: Mapping[str, Any], only: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    group: Group,
+    facts: Mapping[str, Any],
+    only: Mapping[str, Tensor] | None = None,
+    error: Exception | None = None,
 ) -> None:
     """Compares the ranks' models, tensor by tensor, and `facts`, the arguments of the calling function. A collective.
 
     A tensor on the meta device is not compared on the ranks that have it there. only: the parameters that are compared,
-    and their gradients where they have some; None for all of them, and the buffers.
+    and their gradients where they have some; None for all of them, and the buffers. error: of the arguments, which
+    `facts` state: it is raised if the ranks have the same facts, whatever their weights.
 
     Raises:
+        Exception: `error`.
         RuntimeError: the same on every rank; names the first parameters and buffers that differ, and which ranks hold
             which.
     """
@@ -51,6 +57,8 @@ def check_same_model(
     hashes = torch.stack([tensor_hash(t.detach()).cpu() for t in named.values()])
     facts = {"the model": f"{type(model).__name__}, {counts}", **shapes, **facts}
     everyone = zip(*compare(facts, group, device, hashes), strict=True)
+    if error is not None:
+        raise error
     problems = {}
     for name, column in zip(named, everyone, strict=True):
         values = ranks_by_value((rank, value) for rank, value in enumerate(column) if value)

@@ -150,7 +150,7 @@ def parallelize(
     if survey.distributed or twice:  # ranks hold different parts of the model, so weights cannot be compared
         share_error(error, everyone, torch.device("cpu"), set())
     else:
-        check_same_model(model, everyone, facts)
+        check_same_model(model, everyone, facts, error=error if survey.problems else None)
     if survey.problems:
         raise error
     if verify:

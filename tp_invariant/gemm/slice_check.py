@@ -38,8 +38,8 @@ def check_first_product(
         biased: whether the layer has a bias.
 
     Raises:
-        ValueError: a slice differs from the whole product, the bias or out_dtype is ignored, or the gemm_fn has raised
-            an error. Names the rank.
+        ValueError: a slice differs from the whole product, the bias or out_dtype is ignored, the sum is rounded before
+            the bias is added, or the gemm_fn has raised an error. Names the rank.
     """
     if torch.compiler.is_compiling() or is_bundled(gemm_fn, x.device):
         return
@@ -84,8 +84,15 @@ def _try_slices(
     a = noise[: k + m - 1].unfold(0, k, 1).contiguous()  # each row begins one number later: cheaper than m * k numbers
     b, bias = noise[m : k + m + n - 1].unfold(0, k, 1).contiguous().t(), noise[:n] if biased else None
     whole = product(a, b, bias)
-    if biased and torch.equal(product(a[:1], b, None), whole[:1]):
+    alone = product(a[:1], b, None) if biased else whole
+    if biased and torch.equal(alone, whole[:1]):
         raise AssertionError("it ignores bias, which must be added in fp32 before the one rounding")
+    # a few sums may be numbers of 16 bits by chance
+    if dtype != out_dtype and n > 8 and any(torch.equal(c, c.to(dtype).to(out_dtype)) for c in (alone, whole)):
+        raise AssertionError(
+            f"it rounds the sum to {dtype} before it {'adds bias or ' if biased else ''}converts to out_dtype {out_dtype}: "
+            "add the sum and bias in fp32, and round once, to out_dtype"
+        )
     rows, cols, every = slice(-max(m // parts, 1), None), slice(-max(n // parts, 1), None), slice(None)
     for r, c in ((slice(1), every), (rows, every), (every, slice(1)), (every, cols)):
         part = product(a[r], b[:, c], None if bias is None else bias[c])
