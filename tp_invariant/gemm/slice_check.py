@@ -90,8 +90,8 @@ def _try_slices(
     # a few sums may be numbers of 16 bits by chance
     if dtype != out_dtype and n > 8 and any(torch.equal(c, c.to(dtype).to(out_dtype)) for c in (alone, whole)):
         raise AssertionError(
-            f"it rounds the sum to {dtype} before it {'adds bias or ' if biased else ''}converts to out_dtype {out_dtype}: "
-            "add the sum and bias in fp32, and round once, to out_dtype"
+            f"it rounds the sum to {dtype} before it {'adds bias or ' if biased else ''}converts to out_dtype "
+            f"{out_dtype}: add the sum and bias in fp32, and round once, to out_dtype"
         )
     rows, cols, every = slice(-max(m // parts, 1), None), slice(-max(n // parts, 1), None), slice(None)
     for r, c in ((slice(1), every), (rows, every), (every, slice(1)), (every, cols)):
