@@ -107,8 +107,8 @@ def outputs(tp_group, fn, dtype=torch.float32, only_rank=None):
         (torchs, torch.float32, "1 of 8 rows alone differ from the whole product, a (8, 512) @ b (512, 64), "),
         (split_by_shape, torch.float32, "1 of 8 rows alone differ from the whole product, "),
         (of_one_dtype, torch.bfloat16, "it ignores out_dtype: it returned (8, 64) torch.bfloat16 on cpu; for a (8, 5"),
-        (rounded_before_bias, torch.bfloat16, "it rounds the sum to torch.bfloat16 before it adds bias or converts to o"),
-        (bias_in_16_bits, torch.bfloat16, "it rounds the sum to torch.bfloat16 before it adds bias or converts to out_"),
+        (rounded_before_bias, torch.bfloat16, "it rounds the sum to torch.bfloat16 before it adds bias or "),
+        (bias_in_16_bits, torch.bfloat16, "it rounds the sum to torch.bfloat16 before it adds bias or "),
         (without_bias, torch.bfloat16, "it ignores bias, which must be added in fp32 before the one rounding"),
     ],
 )
