@@ -264,7 +264,7 @@ def test_shards_in_place_of_whole_tensors_are_named():
     with pytest.raises(RankError) as raised:
         run_ranks(load_shards, 2)
     for rank in (0, 1):
-        hint = rf"It looks like the shards of rank {rank} of 2, .*Give the whole tensors of tp_invariant.full_state_dict"
+        hint = rf"It looks like the shards of rank {rank} of 2, .*Give the whole tensors of tp_invariant.full_state"
         assert re.search(hint, str(raised.value.errors[rank]))
 
 
