@@ -84,11 +84,11 @@ def _try_slices(
     a = noise[: k + m - 1].unfold(0, k, 1).contiguous()  # each row begins one number later: cheaper than m * k numbers
     b, bias = noise[m : k + m + n - 1].unfold(0, k, 1).contiguous().t(), noise[:n] if biased else None
     whole = product(a, b, bias)
-    alone = product(a[:1], b, None) if biased else whole
-    if biased and torch.equal(alone, whole[:1]):
+    unbiased = product(a[:1], b, None) if biased else whole
+    if biased and torch.equal(unbiased, whole[:1]):
         raise AssertionError("it ignores bias, which must be added in fp32 before the one rounding")
     # a few sums may be numbers of 16 bits by chance
-    if dtype != out_dtype and n > 8 and any(torch.equal(c, c.to(dtype).to(out_dtype)) for c in (alone, whole)):
+    if dtype != out_dtype and n > 8 and any(torch.equal(c, c.to(dtype).to(out_dtype)) for c in (unbiased, whole)):
         raise AssertionError(
             f"it rounds the sum to {dtype} before it {'adds bias or ' if biased else ''}converts to out_dtype "
             f"{out_dtype}: add the sum and bias in fp32, and round once, to out_dtype"
