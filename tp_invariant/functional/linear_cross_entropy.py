@@ -42,6 +42,11 @@ from .main_grad import is_asked_for
 CHUNK = 1 << 27  # logits of a rank at a time: 256 MiB of bfloat16
 
 
+def divided(logits: Tensor, temperature: float) -> Tensor:
+    """In fp32, by a tensor: by a number of Python's torch multiplies by the inverse on CUDA, which rounds twice."""
+    return logits.float() / logits.new_full((), temperature, dtype=torch.float32)
+
+
 @op_config
 @dataclass(frozen=True)
 class Scores:
@@ -65,7 +70,7 @@ class Scores:
         x = logits if self.scale == 1.0 else logits * self.scale
         if self.softcap is not None:
             x = in_whole_vectors(torch.tanh, x / self.softcap) * self.softcap
-        return x if self.temperature == 1.0 else x.float() / self.temperature
+        return x if self.temperature == 1.0 else divided(x, self.temperature)
 
 
 @op_config

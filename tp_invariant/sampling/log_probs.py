@@ -26,7 +26,7 @@ from ..core.options import Reduction
 from ..functional import stock
 from ..functional.cross_entropy import MAX_VOCABULARY, CrossEntropyCall, check_options
 from ..functional.linear import LinearCall
-from ..functional.linear_cross_entropy import CHUNK, HeadCall, Scores, head_losses
+from ..functional.linear_cross_entropy import CHUNK, HeadCall, Scores, divided, head_losses
 from ..functional.main_grad import MainGrad
 from ..functional.regions import gather_sequence
 from ..functional.vocab import VocabShard, check_id_dtype, check_ids
@@ -149,7 +149,7 @@ def log_softmax(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         )
     with torch.no_grad(), inside_a_layer():
         x = logits.detach().reshape(-1, logits.shape[-1])
-        x = x if temperature == 1.0 else x.float() / temperature
+        x = x if temperature == 1.0 else divided(x, temperature)
         y: Tensor = select("softmax", x.device.type).softmax(x, log=True, out_dtype=torch.float32)
         return y.view(logits.shape)
 
