@@ -8,12 +8,12 @@
 
 vLLM 0.32 on CPUs; other versions and platforms are refused by name. vLLM loads `register` in each of its processes (the
 entry point `vllm.general_plugins`), which registers this package's layers in place of vLLM's if the mode is on. It only
-logs a plugin that fails. But the arguments name a load format that only this plugin has, and whose loader looks at every
-layer of the model: without it, or with a layer that is not this package's, the engine does not start.
+logs a plugin that fails. But the arguments name a load format that this plugin alone has. Its loader looks at every
+layer of the model: without the plugin, or with a layer that is not this package's, the engine does not start.
 
 Files, each of which imports those above it (all but this one import vLLM):
 
-    layers.py       linear layers, embedding, output layer, norms, activations, rotary embedding, with vLLM's constructors
+    layers.py       linear layers, embedding, output layer, norms, activations and the rotary embedding
     attention.py    the attention backend, which reads keys and values through vLLM's block table
     checks.py       what of a configuration, and which layers of a model, would break the contract: all faults at once
     loader.py       the load format
@@ -103,7 +103,8 @@ def sampling_params(
         others: further arguments of vLLM's (max_tokens, stop, ..).
 
     Raises:
-        ValueError: an option out of range, or one of vLLM's that cannot be kept (n above 1, penalties, prompt_logprobs).
+        ValueError: an option out of range, or one of vLLM's that is not supported (n above 1, penalties,
+            prompt_logprobs).
     """
     from vllm import SamplingParams
 

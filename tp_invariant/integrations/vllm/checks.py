@@ -20,7 +20,7 @@ def faults_of_config(config: Any) -> list[str]:
     """config: a VllmConfig."""
     parallel, model = config.parallel_config, config.model_config
     faults = {
-        "enforce_eager=False: compiled code fuses what must be rounded: pass enforce_eager=True": not model.enforce_eager,
+        "compiled code fuses what must be rounded: pass enforce_eager=True": not model.enforce_eager,
         "quantization is not supported": config.quant_config is not None,
         "LoRA is not supported": config.lora_config is not None,
         "speculative decoding is not supported": config.speculative_config is not None,

@@ -87,9 +87,9 @@ class RowParallelLinear(Invariant, linear.RowParallelLinear):
             return
         if self.output_size % self.tp_size or not self.reduce_results:
             raise NotImplementedError(
-                f"RowParallelLinear({self.input_size}, {self.output_size}) with reduce_results={self.reduce_results} on "
-                f"{self.tp_size} ranks: the degree must divide the second size, and results must be whole (experts that "
-                "add their parts later are not supported)"
+                f"RowParallelLinear({self.input_size}, {self.output_size}) with reduce_results={self.reduce_results} "
+                f"on {self.tp_size} ranks: the degree must divide the second size, and results must be whole (experts "
+                "that add their parts later are not supported)"
             )
         rows = torch.empty(self.output_size // self.tp_size, self.input_size, dtype=self.params_dtype)
         self.weight = nn.Parameter(rows, requires_grad=False)

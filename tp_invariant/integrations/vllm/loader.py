@@ -31,12 +31,18 @@ class Loader(BaseModelLoader):
         extra = dict(load_config.model_loader_extra_config or {})
         weights = extra.pop("load_format", "auto")
         self.weights = get_model_loader(replace(load_config, load_format=weights, model_loader_extra_config=extra))
+        files = weights if hasattr(self.weights, "get_all_weights") else "auto"  # "dummy" reads none
+        self.files = get_model_loader(replace(load_config, load_format=files, model_loader_extra_config=extra))
 
     def download_model(self, model_config: Any) -> None:
         self.weights.download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         self.weights.load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
+        """(name, tensor) of all weights, for vLLM's `reload_weights`."""
+        return self.files.get_all_weights(model_config, model)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """The model, if all of it keeps the contract.
@@ -46,7 +52,9 @@ class Loader(BaseModelLoader):
                 them at once.
         """
         if not is_tp_invariant_mode_enabled():
-            raise RuntimeError(f"load_format={LOAD_FORMAT!r} needs TP_INVARIANT_MODE=1 in the environment of every rank")
+            raise RuntimeError(
+                f"load_format={LOAD_FORMAT!r} needs TP_INVARIANT_MODE=1 in the environment of every rank"
+            )
         from .checks import faults_of_config, faults_of_model
 
         faults = faults_of_config(vllm_config)

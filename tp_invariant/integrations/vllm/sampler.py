@@ -32,7 +32,6 @@ def check(params: SamplingParams) -> None:
         f"temperature={params.temperature}: give it to tp_invariant.integrations.vllm.sampling_params": (
             params.temperature != 0
         ),
-        f"n={params.n}: copies would be one text: send n requests with names of their own": params.n != 1,
         "prompt_logprobs: they would be torch's: score prompts with tpi.token_log_probs": (
             params.prompt_logprobs is not None
         ),
