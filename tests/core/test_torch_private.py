@@ -20,7 +20,8 @@ PRIVATE_FILE = PACKAGE / "core" / "torch_private.py"
 MOST = 45
 
 # nn.Module's own dicts, which every tool for modules reads; methods of named tuples, which are public; os._exit
-EXEMPT = {"_parameters", "_buffers", "_modules", "_replace", "_fields", "_asdict", "_exit"}
+EXEMPT = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+EXEMPT |= {"_replace", "_fields", "_asdict", "_exit"}
 OF_PYTHON = {"_getframe", "getrefcount", "_current_frames"}
 # of accelerate, Lightning and TRL, by names that torch has too
 OF_OTHER_PROJECTS = {"_schedulers", "_optimizers", "_optimizer", "_models", "_dataloaders", "_metrics"}

@@ -167,7 +167,6 @@ def test_arguments_and_parameters():
             tpi_vllm.engine_arguments(enforce_eager=False)
         assert tpi_vllm.engine_arguments(seed=3)["seed"] == 3
     for options, text in (
-        (dict(n=2), "n must be 1"),
         (dict(presence_penalty=1.0), "a penalty"),
         (dict(prompt_logprobs=1), "prompt_logprobs"),
         (dict(top_p=2.0), "top_p=2.0"),

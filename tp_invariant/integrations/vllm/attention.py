@@ -1,8 +1,8 @@
-"""vLLM's attention backend for CPUs with `tpi.attention`: keys and values are read through the block table, by position.
+"""vLLM's attention backend for CPUs with `tpi.attention`: reads keys and values through the block table, by position.
 
-A query's bits do not depend on its batch, the size of a block, or how its prompt was divided into chunks: attention's
-sums are cut at absolute positions (functional/attention.py). Of a layer with a window, keys that no query sees any more
-are not read, as vLLM may have given their blocks away.
+A query's bits do not depend on its batch, the size of a block, or how its prompt was divided into chunks, because
+attention's sums are cut at absolute positions (functional/attention.py). Of a layer with a window, keys that no query
+sees any more are not read, as vLLM may have given their blocks away.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Method(linear.UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, layer.weight, bias)
 
 
@@ -124,7 +124,7 @@ class EmbeddingMethod(vocab.UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, layer.weight, bias)
 
 
@@ -163,7 +163,7 @@ class LogitsProcessor(Invariant, logits_processor.LogitsProcessor):
                 "whether a trainer multiplies or divides"
             )
 
-    def _apply_head(self, lm_head: nn.Module, hidden_states: Tensor, embedding_bias: Tensor | None) -> Tensor:
+    def _apply_head(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Tensor:
         return product(hidden_states, lm_head.weight, embedding_bias, self.head_dtype)
 
     def forward(
@@ -215,7 +215,7 @@ class GemmaRMSNorm(_Native, layernorm.GemmaRMSNorm):
 class LayerNorm(_Native, layernorm.LayerNorm):
     def invariant(self, x: Tensor) -> Tensor:
         weight = torch.ones(self.normalized_shape, dtype=x.dtype) if self.weight is None else self.weight.data
-        return _normed(x, None, weight, self.bias, self.eps, rms=False, zero=False)  # type: ignore[no-any-return]
+        return _normed(x, None, weight, self.bias, self.eps, rms=False, zero=False)
 
 
 class SiluAndMul(_Native, activation.SiluAndMul):
@@ -232,8 +232,9 @@ class _Rotary(_Native):
     """cos and sin on whole vectors, as in the trainer; the rotation as there."""
 
     def _compute_cos_sin_cache(self) -> Tensor:
+        base: Any = super()
         with batch_invariant():
-            return super()._compute_cos_sin_cache()  # type: ignore[misc]
+            return base._compute_cos_sin_cache()
 
     def invariant(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
         cache = self._match_cos_sin_cache_dtype(query).index_select(0, positions.flatten())

@@ -54,7 +54,7 @@ class _Request:
 
     @classmethod
     def of(cls, options: dict[str, Any], prompt: int, output: list[int]) -> _Request:
-        others = {name: options.get(name) for name in ("seed", "temperature", *_TRUNCATED)}
+        others: dict[str, Any] = {name: options.get(name) for name in ("seed", "temperature", *_TRUNCATED)}
         key = request_key(options["seed"], options["request"])
         return cls(Draws(**others), tuple(others.values()), key, prompt, output)
 
