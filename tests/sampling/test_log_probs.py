@@ -12,6 +12,7 @@ from gpus import gpu
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import tp_invariant as tpi
 from tp_invariant import testing
@@ -279,6 +280,20 @@ def _ranks_differ(tp_group: Any) -> str:
             torch.zeros(3, 8), head, torch.zeros(3, dtype=torch.long), temperature=1.0 + tp_group.rank()
         )
     return str(error.value)
+
+
+def _sharded_over_data(tp_group: Any) -> str:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 16)), mesh=DeviceMesh.from_group(tp_group, "cpu"))
+    with tpi.set_tp_invariant_mode(True), pytest.raises(ValueError) as error:
+        tpi.token_log_probs(torch.zeros(3, 8), model[0], torch.zeros(3, dtype=torch.long))
+    model.unshard()
+    with tpi.set_tp_invariant_mode(True):
+        assert tpi.token_log_probs(torch.zeros(3, 8), model[0], torch.zeros(3, dtype=torch.long)).shape == (3,)
+    return str(error.value)
+
+
+def test_heads_that_fully_shard_has_sharded():
+    assert all("8 of 16 rows are here" in text for text in run_ranks(_sharded_over_data, 2))
 
 
 def test_ranks_that_disagree():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..consistency.agreement import agreed_in, check_agreement, share_error
 from ..core.autocast import autocast_dtype
-from ..core.dtensors import local_of, refuse_dtensor
+from ..core.dtensors import is_dtensor, local_of, refuse_dtensor
 from ..core.elementwise import inside_a_layer
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import has_own_forward
@@ -225,6 +225,7 @@ def _losses(
             bias = None if bias is None else bias.to(dtype)
         agreed, invariant = agreed_in(group), is_tp_invariant_mode_enabled()
         try:
+            _check_whole(weight, group)
             shard = _check(hidden, local_of(weight), target, support, vocab_size, group, chunk)
             if invariant:
                 check_dtype(product.call.gemm_fn, hidden, f"hidden on rank {group.rank}")
@@ -259,6 +260,16 @@ def _losses(
         kept = None if support is None else support.reshape(ids.shape[0], -1)
         rows = hidden.reshape(ids.shape[0], hidden.shape[-1])
         return head_losses(rows, weight, bias, ids, kept, call, invariant)
+
+
+def _check_whole(weight: Tensor, group: Group) -> None:
+    """Raises: ValueError: a DTensor that is sharded over other ranks than those of tp_group."""
+    if is_dtensor(weight) and local_of(weight).shape[0] * group.size != weight.shape[0]:
+        raise ValueError(
+            f"the weight of lm_head is a DTensor placed as {weight.placements} on rank {group.rank}, of which "
+            f"{local_of(weight).shape[0]} of {weight.shape[0]} rows are here and tp_group has {group.size} ranks: after "
+            "fully_shard call token_log_probs inside of the forward of the module that was given to it, or unshard() it"
+        )
 
 
 def _check(
