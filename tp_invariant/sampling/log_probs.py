@@ -267,8 +267,8 @@ def _check_whole(weight: Tensor, group: Group) -> None:
     if is_dtensor(weight) and local_of(weight).shape[0] * group.size != weight.shape[0]:
         raise ValueError(
             f"the weight of lm_head is a DTensor placed as {weight.placements} on rank {group.rank}, of which "
-            f"{local_of(weight).shape[0]} of {weight.shape[0]} rows are here and tp_group has {group.size} ranks: after "
-            "fully_shard call token_log_probs inside of the forward of the module that was given to it, or unshard() it"
+            f"{local_of(weight).shape[0]} of {weight.shape[0]} rows are here and tp_group has {group.size} ranks: "
+            "after fully_shard call this inside of the forward of the module that was given to it, or unshard() it"
         )
 
 
