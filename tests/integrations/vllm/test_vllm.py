@@ -101,8 +101,8 @@ def test_texts_and_log_probabilities_are_the_trainers(kind, dtype, degree, tmp_p
     """Sampled, chunked prefill, a cached prefix; then after weights were sent twice."""
     if dtype == "bfloat16" and "sliding_window" in KINDS[kind] and kind != "gemma3_text":
         pytest.skip("windows are compared in float32")
-    if os.environ.get("TP_INVARIANT_VLLM_TESTS") != "all" and (kind not in FEW or dtype != "float32" or degree > 2):
-        pytest.skip("TP_INVARIANT_VLLM_TESTS=all runs it")
+    if os.environ.get("TESTS_OF_VLLM") != "all" and (kind not in FEW or dtype != "float32" or degree > 2):
+        pytest.skip("TESTS_OF_VLLM=all runs it")
     models = [model_of(kind, getattr(torch, dtype), seed) for seed in (1, 2, 3)]
     folders = [str(tmp_path / str(i)) for i in range(len(models))]
     for model, folder in zip(models, folders, strict=True):
