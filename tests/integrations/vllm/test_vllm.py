@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": dict(tie_word_embeddings=True, rope_parameters=LLAMA3),
     "mistral": dict(sliding_window=48),
-    "qwen2": {},
+    "qwen2": dict(hidden_size=256),  # whose heads are then of 32, the least that vLLM takes
     "gemma2": dict(sliding_window=48, query_pre_attn_scalar=32),
     "gemma3_text": dict(sliding_window=48, query_pre_attn_scalar=32),
     "granite": dict(logits_scaling=8.0, residual_multiplier=0.5, embedding_multiplier=3.0, attention_multiplier=0.1),
