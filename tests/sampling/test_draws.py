@@ -154,8 +154,9 @@ def test_transformers_keeps_the_same_ids(options, warpers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(temperature=-1.0), "temperature=-1.0 is out of range: it must be at least 0 and finite"),
+        (dict(temperature=-1.0), "temperature=-1.0 is out of range: it must be at least 0 and below 1e38"),
         (dict(temperature=math.nan), "temperature=nan is out of range"),
+        (dict(top_k=True), "top_k=True is out of range"),
         (dict(top_k=0), "top_k=0 is out of range: it must be a whole number from 1, or None"),
         (dict(top_p=0.0), "top_p=0.0 is out of range: it must be above 0 and at most 1, or None"),
         (dict(top_p=1.1), "top_p=1.1 is out of range"),

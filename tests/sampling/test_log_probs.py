@@ -273,6 +273,13 @@ def test_options_that_are_refused(options, text):
         tpi.token_log_probs(torch.randn(3, 4), nn.Linear(4, 8), torch.zeros(3, dtype=torch.long), **options)
 
 
+@pytest.mark.parametrize("id", [-5, 8])
+def test_supports_with_ids_out_of_range_are_refused(id):
+    support = torch.tensor([[1, 2, -1], [0, id, -1], [-1, -1, -1]])
+    with pytest.raises(IndexError, match=str(id)):
+        tpi.token_log_probs(torch.randn(3, 4), nn.Linear(4, 8), torch.zeros(3, dtype=torch.long), support=support)
+
+
 def _ranks_differ(tp_group: Any) -> str:
     head = tpi.Linear(8, 16, parallel_mode="column", tp_group=tp_group)
     with tpi.set_tp_invariant_mode(True), pytest.raises(RuntimeError) as error:

@@ -74,11 +74,11 @@ class Draws:
     ) -> None:  # fmt: skip
         request_key(seed, 0)  # raises
         for name, value, right, allowed in (
-            ("temperature", temperature, 0 <= temperature < math.inf, "at least 0 and finite"),
+            ("temperature", temperature, 0 <= temperature < 1e38, "at least 0 and below 1e38"),
             (
                 "top_k",
                 top_k,
-                top_k is None or (isinstance(top_k, int) and top_k >= 1),
+                top_k is None or (type(top_k) is int and top_k >= 1),
                 "a whole number from 1, or None",
             ),
             ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),

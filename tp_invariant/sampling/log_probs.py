@@ -239,6 +239,8 @@ def _losses(
                 check_id_dtype(target, name="ids", rank=group.rank)  # the kernels assert the range
             else:
                 check_ids(target, shard.size, name="ids", rank=group.rank, ignored=ignore_index)
+            if support is not None:
+                check_ids(support, shard.size, name="support", rank=group.rank, ignored=-1)
         except (IndexError, TypeError, ValueError) as error:
             share_error(error, group, hidden.device, agreed)
             raise
