@@ -46,7 +46,8 @@ def check(params: SamplingParams) -> None:
 
 @dataclass
 class _Request:
-    draws: Draws
+    truncated: Draws | None  # says which ids may be drawn; None for all
+    draws: Draws  # draws among them
     group: tuple  # requests of one group are drawn for together
     key: int
     prompt: int  # its number of tokens
@@ -56,7 +57,9 @@ class _Request:
     def of(cls, options: dict[str, Any], prompt: int, output: list[int]) -> _Request:
         others: dict[str, Any] = {name: options.get(name) for name in ("seed", "temperature", *_TRUNCATED)}
         key = request_key(options["seed"], options["request"])
-        return cls(Draws(**others), tuple(others.values()), key, prompt, output)
+        draws = Draws(options["seed"], temperature=options["temperature"])
+        truncated = None if all(options.get(name) is None for name in _TRUNCATED) else Draws(**others)
+        return cls(truncated, draws, tuple(others.values()), key, prompt, output)
 
 
 class KeyedSampler(LogitsProcessor):
@@ -89,12 +92,12 @@ class KeyedSampler(LogitsProcessor):
         result = torch.full_like(logits, -math.inf)
         for rows in groups.values():
             some = [requests[row] for row in rows]
-            of, x = some[0].draws, logits[rows]
+            x, truncated, draws = logits[rows], some[0].truncated, some[0].draws
+            if truncated is not None:
+                x = x.masked_fill(~is_kept(truncated.support(x), 0, x.shape[1]), -math.inf)
             keys = torch.tensor([request.key for request in some])
             positions = torch.tensor([request.prompt + len(request.output) for request in some])
-            ids = of.draw(x, keys, positions).unsqueeze(1)
-            if any(getattr(of, name) is not None for name in _TRUNCATED):
-                x = x.masked_fill(~is_kept(of.support(x), 0, x.shape[1]), -math.inf)
-            log_probs = log_softmax(x, temperature=of.temperature or 1.0).gather(1, ids)
+            ids = draws.draw(x, keys, positions).unsqueeze(1)
+            log_probs = log_softmax(x, temperature=draws.temperature or 1.0).gather(1, ids)
             result[torch.tensor(rows, device=logits.device).unsqueeze(1), ids] = log_probs
         return result
