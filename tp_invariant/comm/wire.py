@@ -47,6 +47,7 @@ def transfer_error(error: RuntimeError, operand: Tensor, group: GroupLike) -> Ex
 # tensor while Python ends needs Python's lock, and the process is aborted.
 _running: deque[tuple[dist.Work, tuple[Tensor, ...]]] = deque()
 _SECONDS_AT_EXIT = 2.0
+_SECONDS_TO_DROP = 0.05
 
 
 def held_until_it_ends(work: dist.Work, *tensors: Tensor) -> dist.Work:
@@ -64,6 +65,9 @@ def _wait_for_all() -> None:
     for work, _ in _running:
         with contextlib.suppress(RuntimeError):  # a rank that has ended, or that comes too late
             work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+    if _running:  # gloo's thread drops its references after it has reported the end: on a busy machine not at once
+        _running.clear()
+        time.sleep(_SECONDS_TO_DROP)
 
 
 def gather_objects(own: T, group: GroupLike) -> list[T]:
