@@ -111,10 +111,14 @@ def table(cell: Callable[[str, str, torch.dtype], str], device: str) -> str:
     columns = list(itertools.product(DTYPES, IMPLEMENTATIONS))
     heads = [f"{str(dtype).removeprefix('torch.')}, {implementation}" for dtype, implementation in columns]
     lines = ["| optimizer | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
+    equal = []
     for optimizer in OPTIMIZERS:
         cells = [cell(optimizer, i, dtype) if has(optimizer, i, device) else "" for dtype, i in columns]
-        lines.append(f"| {optimizer} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        if set(cells) <= {"0", ""}:
+            equal.append(optimizer)
+        else:
+            lines.append(f"| {optimizer} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"No cut of {', '.join(equal)} differs."])
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,7 +81,9 @@ for optimizer in ("SGD", "SGD, momentum", "RMSprop, centered, momentum", "Adam, 
 
 def test_the_page_has_every_optimizer(script):
     page = (ROOT / "docs" / "optimizers.md").read_text()
-    assert all(page.count(f"| {optimizer} |") == 1 for optimizer in script.OPTIMIZERS)
+    (equal,) = re.findall("No cut of (.*) differs[.]", page)
+    named = [*re.findall(r"^\| (.*?) \| \d", page, re.MULTILINE), *equal.split(", ")]
+    assert sorted(named) == sorted(script.OPTIMIZERS)
 
 
 @pytest.mark.gpu
