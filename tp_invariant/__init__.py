@@ -10,6 +10,7 @@ from . import regions as regions
 from .batch_invariant.context import batch_invariant
 from .checkpoint.full_optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
+from .checkpoint.hand_over import hand_over
 from .comm.liveness import DeadRankError
 from .conversion.convert import parallelize
 from .conversion.plans import Part
@@ -63,6 +64,7 @@ __all__ = [
     "full_state_dict",
     "gated_activation",
     "graphs",
+    "hand_over",
     "hugging_face",
     "is_tp_invariant_mode_enabled",
     "linear_cross_entropy",
