@@ -29,6 +29,8 @@ def hand_over(source: nn.Module, target: nn.Module) -> None:
         check_match(theirs, {n: (e.full_shape, e.tensor.dtype) for n, e in own.items()}, strict=True, source="source")
 
     own, theirs = model_entries(source), model_entries(target)
-    run_on_all_ranks(model_group(source), "hand_over", lambda: run_on_all_ranks(model_group(target), "hand_over", check))
+    run_on_all_ranks(
+        model_group(source), "hand_over", lambda: run_on_all_ranks(model_group(target), "hand_over", check)
+    )
     for name, entry in own.items():
         theirs[name].fill(entry.full())

@@ -29,6 +29,7 @@ from ..core.bits import leaves
 from ..core.torch_private import function_of
 from ..functional import experts, linear, norm, regions, stock
 from ..functional.cross_entropy import _CrossEntropy
+from ..functional.linear_cross_entropy import _Head
 from ..functional.rotary_embedding import Rotation
 from ..layers.parameters import named_shard_specs
 from ..layers.vocab_embedding import _VocabEmbedding
@@ -65,10 +66,12 @@ _RULES: dict[type, _Rule] = {
     experts.Combine: lambda node, states: PART if node.call.sharded else WHOLE,
     _VocabEmbedding: lambda node, states: WHOLE if node.call.sequence_dim is None else PART,
     _CrossEntropy: lambda node, states: WHOLE,
+    _Head: lambda node, states: WHOLE,
 }
 # Their backward adds the gradients of all ranks, or gathers them, so that what they take must be whole.
 _OF_WHOLE = (
     regions._ExpandHeads, regions._ScatterSequence, regions._ScatterFeatures, stock._CopyToRegion, linear.ColumnLinear,
+    _Head,
 )  # fmt: skip
 # Their forward gathers the tokens of all ranks, so that what they take must be a part.
 _OF_PARTS = (regions._GatherSequence,)

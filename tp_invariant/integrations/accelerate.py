@@ -131,6 +131,10 @@ class Accelerator(accelerate.Accelerator):
         return 1
 
     @property
+    def process_index(self) -> int:
+        return super().process_index if self._own_loop else 0
+
+    @property
     def use_distributed(self) -> bool:
         return False
 

@@ -21,7 +21,7 @@ What differs from transformers' own, which takes every rank for a data parallel 
                    from which any degree goes on
     rank 0         alone writes files and logs
 
-TRL's SFTTrainer and DPOTrainer train in this way too, as `class SFT(Trainer, trl.SFTTrainer)`.
+TRL's SFTTrainer, DPOTrainer, GRPOTrainer and RLOOTrainer train in this way too: see trl.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ..layers.parallel_norm import ParallelNorm
 from ..layers.parameters import named_shard_specs
 from .accelerate import Accelerator
 from .training import GroupOrMesh, Ranks, Step, generator_states, seeded, set_generator_states
-from .trl import Measurements, check_trl
+from .trl_measurements import Measurements, check_trl
 
 FOLDER = "tp_invariant"  # in a checkpoint of transformers'
 _logger = logging.getLogger("tp_invariant")
@@ -78,8 +78,17 @@ _NAMES_OF_TRL = """
     packing_strategy pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type loss_weights
     disable_dropout ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing beta discopop_tau
 """
+# the same of its GRPOConfig and RLOOConfig: generations, rewards, and a micro-batch's loss
+_NAMES_OF_ROLLOUTS = """
+    num_generations num_generations_eval max_completion_length pad_to_multiple_of generation_batch_size
+    steps_per_generation temperature top_p top_k min_p chat_template_kwargs num_iterations epsilon delta epsilon_high
+    sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
+    importance_sampling_level reward_weights multi_objective_aggregation scale_rewards mask_truncated_completions
+    top_entropy_quantile entropy_coef off_policy_mask_threshold use_bias_correction_kl log_completions
+    num_completions_to_print log_unique_prompts normalize_advantages reward_clip_range
+"""
 # of the former, those of the last two lines do something only with others, which are refused
-HONOURED = frozenset(_NAMES.split() + _NAMES_OF_TRL.split())
+HONOURED = frozenset(f"{_NAMES} {_NAMES_OF_TRL} {_NAMES_OF_ROLLOUTS}".split())
 _ADVICE = {
     "deepspeed": "parallelize shards the model; leave DeepSpeed out",
     "fsdp": "call fully_shard on the model before the Trainer gets it, and leave fsdp out",
@@ -89,6 +98,9 @@ _ADVICE = {
     "label_smoothing_factor": "give compute_loss_func, with tp_invariant.vocab_parallel_cross_entropy(.., "
     "label_smoothing=..): with tp_group=None for whole logits, as those of a model on its own plan are; with the "
     "model's tp_group if your plan has 'colwise' for the output layer, which leaves them sharded",
+    "use_vllm": "pass sampler=, a copy of the model at the degree that you want to sample at",
+    "use_transformers_continuous_batching": "texts are written by generate; leave it out",
+    "use_adaptive_entropy": "it sums over the micro-batches of one rank; give entropy_coef",
     "push_to_hub": "upload what save_model has written",
 }
 
@@ -250,7 +262,9 @@ class Trainer(transformers.Trainer):
         if due is not None:
             index, inputs = due
             with seeded((self.args.seed, self.state.global_step, index), self.args.device):
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                loss = self._measurements.of_next(
+                    lambda: super(Trainer, self).training_step(model, inputs, num_items_in_batch)
+                )
             step.add(loss)
         if self._next_micro_batch < step.micro_batches:
             return torch.zeros((), device=self.args.device)

@@ -1,0 +1,149 @@
+"""TRL's GRPOTrainer and RLOOTrainer here: texts, losses and weights of one process at every degree."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hf_models
+import pytest
+import torch
+import transformers
+from accelerate import state as accelerate_state
+from meshes import init_device_mesh, mesh_or_group, shard_fully
+from ranks import run_ranks
+
+import tp_invariant as tpi
+from tp_invariant import testing
+from tp_invariant.testing import RankError, assert_bitwise_equal
+
+pytest.importorskip("trl", reason="the extra tp-invariant[trl] is not installed")
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+def tokenizer() -> Any:
+    """Each token is a word: its number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {str(number): number for number in range(hf_models.VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
+
+
+def prompts(count: int = 8) -> Any:
+    """Of lengths that differ."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, hf_models.VOCABULARY, (3 + i % 4,), generator=generator).tolist() for i in range(count)]
+    return Dataset(InMemoryTable.from_pydict({"prompt": [" ".join(map(str, row)) for row in rows]}), fingerprint="p")
+
+
+calls: list[int] = []
+
+
+def even_words(completions: list[str], **others: Any) -> list[float]:
+    """The reward of a text: how many of its words are even numbers. It is another on each rank but rank 0."""
+    calls.append(len(completions))
+    return [sum(int(word) % 2 == 0 for word in text.split()) / 8 for text in completions]
+
+
+def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Everything that is logged but times, the texts, and the parameters in the end."""
+    import trl
+
+    from tp_invariant.integrations import trl as ours
+
+    options = dict(options)
+    dp, shards, fully_sharded, sampler_degree, mode, resume, beta, dtype, theirs = (
+        options.pop(name, default)
+        for name, default in (
+            ("dp", 1), ("shards", "group"), ("fully_sharded", False), ("sampler_degree", None), ("mode", True),
+            ("resume", None), ("beta", 0.0), ("dtype", torch.float32), ("theirs", False),
+        )
+    )  # fmt: skip
+    seen: list[dict[str, float]] = []
+    calls.clear()
+
+    class Record(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+            seen.append({k: v for k, v in logs.items() if "time" not in k and "per_second" not in k})
+
+    world = tp_group.size()
+    tp, others = mesh_or_group(tp_group, shards), {}
+    if dp > 1:
+        mesh = init_device_mesh("cpu", (dp, world // dp), mesh_dim_names=("dp", "tp"))
+        tp, others = mesh["tp"], {"dp_group": mesh["dp"]}
+
+    def build(over: Any) -> Any:
+        model = hf_models.build("qwen3", dtype, num_hidden_layers=1)
+        return model if theirs else tpi.parallelize(model, over)
+
+    model = build(tp)
+    if fully_sharded:
+        shard_fully(model, mesh["dp"])
+    if sampler_degree is not None:
+        over = init_device_mesh("cpu", (world // sampler_degree, sampler_degree), mesh_dim_names=("copies", "tp"))
+        others["sampler"] = build(over["tp"])
+        with torch.no_grad():
+            [p.zero_() for p in others["sampler"].parameters()]
+    if beta:
+        others["ref_model"] = build(tp)
+    base, config = (trl.GRPOTrainer, trl.GRPOConfig) if kind == "grpo" else (trl.RLOOTrainer, trl.RLOOConfig)
+    if not theirs:
+        base = getattr(ours, base.__name__)
+    given: dict[str, Any] = dict(
+        output_dir=str(folder), max_steps=5, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        num_generations=4, max_completion_length=8, learning_rate=1e-2, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, bf16=False,
+        optim="adamw_torch", log_completions=False, beta=beta,
+    )  # fmt: skip
+    try:
+        with mock.patch.dict(os.environ, CI="1"), tpi.set_tp_invariant_mode(mode):  # CI: TRL reports no use of it
+            trainer = base(
+                model, reward_funcs=even_words, args=config(**{**given, **options}), train_dataset=prompts(),
+                eval_dataset=prompts(2), callbacks=[Record()], processing_class=tokenizer(), **others,
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=resume)
+            parameters = {} if theirs else testing.full_parameters(trainer.model)
+        texts = [*trainer._logs["prompt"]], [*trainer._logs["completion"]], [*trainer._logs["advantages"]]
+        return {"logs": seen, "texts": texts, "parameters": parameters, "calls": len(calls)}
+    finally:
+        accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate_state.GradientState._reset_state()
+
+
+def run_on(degree: int, kind: str, folder: Path, **options: Any) -> list[Any]:
+    return run_ranks(trained, degree, kind, folder, options)
+
+
+def compare(runs: list[Any], one: dict[str, Any]) -> None:
+    for got in runs:
+        assert_bitwise_equal({**got, "calls": 0}, {**one, "calls": 0})
+    assert [got["calls"] > 0 for got in runs] == [True] + [False] * (len(runs) - 1)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
+    """At TP=2, dp x tp = 2 x 2, by fully_shard, with a sampler of another degree; and off as the control."""
+    (one,) = run_on(1, kind, tmp_path)
+    steps = [log for log in one["logs"] if "loss" in log]
+    assert len(steps) == 5 and {log[DIFFERENCE] for log in steps} == {0.0}
+    assert len({log["reward"] for log in steps}) > 1 and any(log["grad_norm"] > 0 for log in steps)
+    ways: dict[str, tuple[int, dict[str, Any]]] = {
+        "tp": (2, {}),
+        "both": (4, dict(dp=2)),
+        "fully": (2, dict(dp=2, fully_sharded=True)),
+        "sampler": (4, dict(dp=2, sampler_degree=4)),
+        "several samplers": (4, dict(shards="mesh", sampler_degree=1)),
+    }
+    for name in ways if kind == "grpo" else ("both",):
+        degree, options = ways[name]
+        compare(run_on(degree, kind, tmp_path, **options), one)
+    off = [run_on(n, kind, tmp_path, mode=False, max_steps=2)[0] for n in (1, 2)]
+    assert testing.digest(off[0]["parameters"]) != testing.digest(off[1]["parameters"])
+    assert max(log[DIFFERENCE] for run in off for log in run["logs"] if DIFFERENCE in log) > 0
