@@ -59,11 +59,12 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
     from tp_invariant.integrations import trl as ours
 
     options = dict(options)
-    dp, shards, fully_sharded, sampler_degree, mode, resume, beta, dtype, theirs = (
+    family = options.pop("family", "qwen3")
+    dp, shards, fully_sharded, sampler_degree, mode, resume, beta, dtype, replayed = (
         options.pop(name, default)
         for name, default in (
             ("dp", 1), ("shards", "group"), ("fully_sharded", False), ("sampler_degree", None), ("mode", True),
-            ("resume", None), ("beta", 0.0), ("dtype", torch.float32), ("theirs", False),
+            ("resume", None), ("beta", 0.0), ("dtype", torch.float32), ("replayed", None),
         )
     )  # fmt: skip
     seen: list[dict[str, float]] = []
@@ -73,6 +74,7 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
             seen.append({k: v for k, v in logs.items() if "time" not in k and "per_second" not in k})
 
+    theirs, texts = replayed is not None, list(replayed or [])
     world = tp_group.size()
     tp, others = mesh_or_group(tp_group, shards), {}
     if dp > 1:
@@ -80,7 +82,7 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
         tp, others = mesh["tp"], {"dp_group": mesh["dp"]}
 
     def build(over: Any) -> Any:
-        model = hf_models.build("qwen3", dtype, num_hidden_layers=1)
+        model = hf_models.build(family, dtype, num_hidden_layers=1)
         return model if theirs else tpi.parallelize(model, over)
 
     model = build(tp)
@@ -91,11 +93,22 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
         others["sampler"] = build(over["tp"])
         with torch.no_grad():
             [p.zero_() for p in others["sampler"].parameters()]
-    if beta:
+    if beta and not options.pop("no_reference", False):
         others["ref_model"] = build(tp)
     base, config = (trl.GRPOTrainer, trl.GRPOConfig) if kind == "grpo" else (trl.RLOOTrainer, trl.RLOOConfig)
-    if not theirs:
-        base = getattr(ours, base.__name__)
+    base = base if theirs else getattr(ours, base.__name__)
+
+    class Recorder(base):  # type: ignore[misc, valid-type]
+        """Ours writes down the texts, and TRL's own trainer, which draws others, is given them."""
+
+        def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
+            if theirs:
+                written = texts.pop(0)
+                return (written, None) if kind == "grpo" else written
+            written = super()._generate_single_turn(*args, **options)
+            texts.append(written[0] if kind == "grpo" else written)
+            return written
+
     given: dict[str, Any] = dict(
         output_dir=str(folder), max_steps=5, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         num_generations=4, max_completion_length=8, learning_rate=1e-2, logging_steps=1, save_strategy="no",
@@ -104,14 +117,14 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
     )  # fmt: skip
     try:
         with mock.patch.dict(os.environ, CI="1"), tpi.set_tp_invariant_mode(mode):  # CI: TRL reports no use of it
-            trainer = base(
+            trainer = Recorder(
                 model, reward_funcs=even_words, args=config(**{**given, **options}), train_dataset=prompts(),
                 eval_dataset=prompts(2), callbacks=[Record()], processing_class=tokenizer(), **others,
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
             parameters = {} if theirs else testing.full_parameters(trainer.model)
-        texts = [*trainer._logs["prompt"]], [*trainer._logs["completion"]], [*trainer._logs["advantages"]]
-        return {"logs": seen, "texts": texts, "parameters": parameters, "calls": len(calls)}
+        logged = [*trainer._logs["prompt"]], [*trainer._logs["completion"]], [*trainer._logs["advantages"]]
+        return {"logs": seen, "logged": logged, "texts": texts, "parameters": parameters, "calls": len(calls)}
     finally:
         accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate_state.GradientState._reset_state()
@@ -144,6 +157,51 @@ def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
     for name in ways if kind == "grpo" else ("both",):
         degree, options = ways[name]
         compare(run_on(degree, kind, tmp_path, **options), one)
+    (stock,) = run_on(1, kind, tmp_path, replayed=one["texts"])
+    for got, expected in zip(steps, (log for log in stock["logs"] if "loss" in log), strict=True):
+        for name in ("grad_norm", "loss", "reward", "reward_std", "completions/mean_length", "num_tokens"):
+            assert got[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
     off = [run_on(n, kind, tmp_path, mode=False, max_steps=2)[0] for n in (1, 2)]
     assert testing.digest(off[0]["parameters"]) != testing.digest(off[1]["parameters"])
     assert max(log[DIFFERENCE] for run in off for log in run["logs"] if DIFFERENCE in log) > 0
+
+
+MORE = dict(
+    num_iterations=2, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, temperature=0.7, top_p=0.9,
+    top_k=20, min_p=0.01, steps_per_generation=4, max_steps=6, entropy_coef=0.01,
+)  # fmt: skip
+
+
+def test_more_options_and_a_run_that_goes_on(tmp_path):
+    """A generation for two steps that is used twice, a reference model, evaluation; saved at TP=2, gone on at 2 x 2."""
+    options = {**MORE, "beta": 0.1, "loss_type": "grpo", "save_strategy": "steps", "save_steps": 4}
+    (one,) = run_on(1, "grpo", tmp_path / "one", **options)
+    assert any(log.get("eval_reward") is not None for log in one["logs"])
+    assert any(log.get("kl", 0.0) > 0 for log in one["logs"])
+    compare(run_on(2, "grpo", tmp_path / "two", **options), one)
+    resumed = run_on(4, "grpo", tmp_path / "two", dp=2, resume=str(tmp_path / "two" / "checkpoint-4"), **options)
+    for got in resumed:
+        assert_bitwise_equal(got["parameters"], one["parameters"])
+    (stock,) = run_on(1, "grpo", tmp_path / "stock", **{**options, "beta": 0.0})
+    assert testing.digest(stock["parameters"]) != testing.digest(one["parameters"])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float32), ("mistral", torch.bfloat16)])
+def test_other_families(family, dtype, tmp_path):
+    """A cap on the logits and a window; bfloat16."""
+    (one,) = run_on(1, "grpo", tmp_path, family=family, dtype=dtype, max_steps=2)
+    assert {log[DIFFERENCE] for log in one["logs"] if "loss" in log} == {0.0}
+    compare(run_on(2, "grpo", tmp_path, family=family, dtype=dtype, max_steps=2), one)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(beta=0.1, replayed=None, no_reference=True), "beta=0.1 needs ref_model"),
+        (dict(use_vllm=True), "use_vllm=True on rank 0 is not supported, only False: pass sampler="),
+        (dict(repetition_penalty=1.2), "repetition_penalty=1.2 on rank 0 is not supported"),
+    ],
+)
+def test_what_is_refused(options, said, tmp_path):
+    with pytest.raises(RankError, match=said):
+        run_on(2, "grpo", tmp_path, **options)

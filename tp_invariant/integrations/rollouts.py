@@ -310,7 +310,7 @@ def _score(
             return_entropy=True,
             logit_scale=scale,
             softcap=getattr(config, "final_logit_softcapping", None),
-        )  # fmt: skip
+        )
     )
     return FusedCausalLMOutput(log_probs=log_probs, entropy=entropies, label_mask=wanted)
 
