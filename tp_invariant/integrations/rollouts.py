@@ -51,13 +51,25 @@ class Rollouts(Trainer):
         NotImplementedError: when training begins: images; a loss of the router.
     """
 
+    reward_funcs: Any  # these are TRL's
+    _tokenizer: Any
+    _metrics: Any
+    _step: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float | None
+    max_completion_length: int
+    eos_token_ids: list[int]
+    _per_epoch = 0  # micro-batches
+
     def __init__(
         self,
         model: nn.Module,
         reward_funcs: Any = None,
         args: Any = None,
         *,
-        sampler: nn.Module | None = None,
+        sampler: Any = None,
         ref_model: nn.Module | None = None,
         **others: Any,
     ) -> None:
@@ -139,11 +151,11 @@ class Rollouts(Trainer):
 
     def _calculate_rewards(self, *texts: Any, **others: Any) -> Tensor:
         """Those of rank 0, on every rank."""
-        theirs = super()._calculate_rewards
+        theirs: Any = super()
         everywhere = any(isinstance(function, nn.Module) for function in self.reward_funcs)
 
         def rewards() -> Any:
-            return theirs(*texts, **others).cpu() if everywhere or self.ranks.index == 0 else None
+            return theirs._calculate_rewards(*texts, **others).cpu() if everywhere or self.ranks.index == 0 else None
 
         return self.ranks.gather(self.ranks.run("the reward functions", rewards))[0].to(self.args.device)
 
@@ -201,14 +213,16 @@ class Rollouts(Trainer):
     # --- probabilities ----------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        scored = super()._generate_and_score_completions(inputs)
+        theirs: Any = super()
+        scored = theirs._generate_and_score_completions(inputs)
         self._sampled = None
         return scored
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         if "old_per_token_logps" not in inputs and "old_logps" not in inputs:
             self._sampled = inputs.get("sampling_per_token_logps")
-        loss = super()._compute_loss(model, inputs)
+        theirs: Any = super()
+        loss: Tensor = theirs._compute_loss(model, inputs)
         self._sampled = None
         return loss
 
@@ -222,7 +236,8 @@ class Rollouts(Trainer):
         **options: Any,
     ) -> Any:
         """TRL's, by `token_log_probs`. The first ones after a generation are compared with the sampler's."""
-        scored = super()._get_per_token_logps_and_entropies(
+        theirs: Any = super()
+        scored = theirs._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *more, **options
         )
         if self._sampled is not None:

@@ -30,23 +30,23 @@ from .trainer import Trainer
 __all__ = ["DPOTrainer", "GRPOTrainer", "RLOOTrainer", "SFTTrainer"]
 
 
-class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]  # transformers' Trainer is the base of both
+class SFTTrainer(Trainer, trl.SFTTrainer):
     """TRL's SFTTrainer as this library's `Trainer`, with its arguments and dp_group."""
 
 
-class DPOTrainer(Trainer, trl.DPOTrainer):  # type: ignore[misc]
+class DPOTrainer(Trainer, trl.DPOTrainer):
     """TRL's DPOTrainer as this library's `Trainer`, with its arguments and dp_group."""
 
 
 class GRPOTrainer(Rollouts, trl.GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer as this library's `Trainer`; see `Rollouts`."""
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, fields: Any, *_: Any, **__: Any) -> Any:
-        return self.sample(prompt_ids, images, fields)
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any, *_: Any, **__: Any) -> Any:
+        return self.sample(prompt_ids, images, multimodal_fields)
 
 
 class RLOOTrainer(Rollouts, trl.RLOOTrainer):  # type: ignore[misc]
     """TRL's RLOOTrainer as this library's `Trainer`; see `Rollouts`."""
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, fields: Any, *_: Any, **__: Any) -> Any:
-        return self.sample(prompt_ids, images, fields)[0]
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any) -> Any:
+        return self.sample(prompt_ids, images, multimodal_fields)[0]
