@@ -90,7 +90,8 @@ class Rollouts(Trainer):
                 f"{args.steps_per_generation}, which are those of all ranks together"
             )
         super().__init__(model, args, reward_funcs=reward_funcs, **others)
-        self.beta = self.args.beta = beta
+        ours: Any = self.args  # a copy
+        self.beta = ours.beta = beta
         self.ref_model = ref_model
         self.sampler = model if sampler is None else sampler
         self._sampled: list[list[float]] | Tensor | None = None  # log-probabilities that were not compared yet
@@ -142,7 +143,8 @@ class Rollouts(Trainer):
             self._evaluations += 1
         place = (self.args.seed, self._place())
         with _as_one_process(), seeded(place, self.args.device):
-            return super()._prepare_inputs(inputs)
+            theirs: Any = super()
+            return theirs._prepare_inputs(inputs)
 
     def _place(self) -> str:
         if self.model.training:
@@ -177,7 +179,8 @@ class Rollouts(Trainer):
         return [*ids], [*log_probs]
 
     def _drawn(self, prompts: list[list[int]], names: list[str]) -> list[tuple[list[int], list[float]]]:
-        device, model = self.args.device, self.sampler
+        device: Any = self.args.device
+        model: Any = self.sampler
         ids, mask = (
             pad_sequence([torch.tensor(p) for p in rows], True, value, padding_side="left").to(device)
             for rows, value in ((prompts, self._tokenizer.pad_token_id), ([[1] * len(p) for p in prompts], 0))

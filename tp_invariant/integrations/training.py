@@ -378,7 +378,7 @@ class Step:
 
 
 @contextlib.contextmanager
-def seeded(place: tuple[int, ...], device: torch.device) -> Iterator[None]:
+def seeded(place: tuple[int | str, ...], device: torch.device) -> Iterator[None]:
     """Random numbers that depend on the seed, the step and the micro-batch alone, not on which rank draws them, nor on
     what it has drawn before; the generators' states are restored afterwards. On a CPU, those of GPUs are left alone."""
     before = generator_states(device)
