@@ -106,7 +106,7 @@ def test_the_pages_show_what_the_demo_prints(capsys):
     assert len(set(on)) == 1 and len(set(off)) == len(off) == len(on) == 4
     own = machine("cpu")
     comparable = f"\n{own}.\n" in shown
-    steps = ["--words", "12"] if comparable else ["--steps", "2", "--words", "2"]  # the README's; enough for the form
+    steps = ["--words", "10"] if comparable else ["--steps", "2", "--words", "2"]  # the README's; enough for the form
     assert main(["--degrees", "1", "--mode", "on", "--no-picture", "--device", "cpu", *steps]) == 0
     printed = capsys.readouterr().out
     missing = [kind for kind in shape_of(printed) if kind not in shape_of(shown) and "onedegreealone" not in kind]
