@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def problem_of(row: list[str]) -> str | None:
     if len(row) != 3:
         return f"{len(row)} cells"
     _, result, test = row
-    if result.partition(":")[0] not in ("right", "refused"):
+    if re.split("[:,]", result)[0] not in ("right", "refused"):
         return f"the result {result!r}"
     path, _, name = test.partition("::")
     if not (ROOT / path).is_file() or not name.startswith("test_") or name not in defined_in(ROOT / path):
