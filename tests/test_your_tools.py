@@ -1,4 +1,4 @@
-"""docs/tools_tested.md: each row of its tables names a test that is there."""
+"""docs/tools_tested.md: each row of its tables names tests that are there."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def problem_of(row: list[str]) -> str | None:
     _, result, test = row
     if re.split("[:,]", result)[0] not in ("right", "refused"):
         return f"the result {result!r}"
-    path, _, name = test.partition("::")
-    if not (ROOT / path).is_file() or not name.startswith("test_") or name not in defined_in(ROOT / path):
-        return f"no test {test!r}"
+    for one in test.split(", "):
+        path, _, name = one.partition("::")
+        if not (ROOT / path).is_file() or not name.startswith("test_") or name not in defined_in(ROOT / path):
+            return f"no test {one!r}"
     return None
 
 
@@ -52,6 +53,10 @@ def test_there_are_rows():
         ("| a | silent | tests/test_your_tools.py::test_there_are_rows |", "the result 'silent'"),
         ("| a | right | how | tests/test_your_tools.py::test_there_are_rows |", "4 cells"),
         ("| a | right: how | tests/test_your_tools.py::test_gone |", "no test 'tests/test_your_tools.py::test_gone'"),
+        (
+            "| a | right | tests/test_your_tools.py::test_there_are_rows, tests/gone.py::test_gone |",
+            "no test 'tests/gone.py::test_gone'",
+        ),
         ("| a | right | tests/gone.py::test_gone |", "no test 'tests/gone.py::test_gone'"),
         ("| a | right | tests/test_your_tools.py::rows_of |", "no test 'tests/test_your_tools.py::rows_of'"),
     ],
