@@ -185,9 +185,9 @@ class Rollouts(Trainer):
             pad_sequence([torch.tensor(p) for p in rows], True, value, padding_side="left").to(device)
             for rows, value in ((prompts, self._tokenizer.pad_token_id), ([[1] * len(p) for p in prompts], 0))
         )
-        draws = _Recorded(
+        draws = KeyedDraws(
             self.args.seed, names, attention_mask=mask, temperature=self.temperature, top_k=self.top_k or None,
-            top_p=self.top_p, min_p=self.min_p,
+            top_p=self.top_p, min_p=self.min_p, keep_log_probs=True,
         )  # fmt: skip
         config = transformers.GenerationConfig(
             max_new_tokens=self.max_completion_length, eos_token_id=self.eos_token_ids,
@@ -205,7 +205,7 @@ class Rollouts(Trainer):
         finally:
             model.generation_config = own
             model.train(training)
-        completions, log_probs = written[:, ids.shape[1] :], torch.stack(draws.log_probs, dim=1)
+        completions, log_probs = written[:, ids.shape[1] :], torch.stack(draws.log_probs or [], dim=1)
         ends = torch.isin(completions, torch.tensor(self.eos_token_ids, device=device))
         lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, completions.shape[1]).tolist()
         return [
@@ -255,20 +255,6 @@ class Rollouts(Trainer):
             self._metrics[mode]["sampling/sampling_logp_difference/max"].append(largest)
             self._sampled = None
         return scored
-
-
-class _Recorded(KeyedDraws):
-    """Draws, and keeps the log-probability of each token that it draws."""
-
-    def __init__(self, *args: Any, temperature: float, **options: Any) -> None:
-        super().__init__(*args, temperature=temperature, **options)
-        self._temperature, self.log_probs = temperature, list[Tensor]()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        drawn = super().__call__(input_ids, scores)
-        of_all = log_softmax(scores, temperature=self._temperature)
-        self.log_probs.append(of_all.gather(1, drawn.argmax(1, keepdim=True))[:, 0])
-        return drawn
 
 
 @contextlib.contextmanager

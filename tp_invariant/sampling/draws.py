@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.elementwise import inside_a_layer
 from ..kernels.select import select
+from .log_probs import log_softmax
 
 Request = str | int
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -205,6 +206,9 @@ class KeyedDraws:
         requests: the name of each prompt's request. A prompt that goes on with an earlier text has that text's name.
         attention_mask: what `generate` gets: [len(requests), length of the prompts], 0 for the padding at the left. May
             be None for one request without padding.
+        keep_log_probs: put the log-probability of each drawn token into `log_probs`, a list with a step's fp32 [rows]
+            in each place: those of the scores that it gets, over the whole vocabulary, at its temperature. They have
+            the bits of `token_log_probs` with the same temperature.
         options: temperature, top_k, top_p and min_p of `Draws`.
 
     Raises:
@@ -215,8 +219,9 @@ class KeyedDraws:
 
     def __init__(
         self, seed: int, requests: Sequence[Request], *, attention_mask: Tensor | None = None, temperature: float = 1.0,
-        top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+        top_k: int | None = None, top_p: float | None = None, min_p: float | None = None, keep_log_probs: bool = False,
     ) -> None:  # fmt: skip
+        self.log_probs: list[Tensor] | None = [] if keep_log_probs else None
         self._draws = Draws(seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         self._requests = [requests] if isinstance(requests, str) else list(requests)
         for request in self._requests:
@@ -268,4 +273,7 @@ class KeyedDraws:
             self._keys = torch.tensor(names, dtype=torch.int64, device=scores.device)
             self._paddings = self._padding.to(scores.device).repeat_interleave(copies)
         drawn = self._draws.draw(scores, self._keys, length - self._paddings)
+        if self.log_probs is not None:
+            of_all = log_softmax(scores, temperature=self._draws.temperature)
+            self.log_probs.append(of_all.gather(1, drawn.unsqueeze(1))[:, 0])
         return torch.full_like(scores, -math.inf).scatter_(1, drawn.unsqueeze(1), 0.0)
