@@ -60,7 +60,7 @@ def build_model(options: argparse.Namespace, tp_group: Any, device: torch.device
     torch.manual_seed(options.seed)
     config = Qwen3Config(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=None,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=None,
         pad_token_id=END, bos_token_id=None,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[options.dtype])

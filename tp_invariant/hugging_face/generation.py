@@ -6,6 +6,7 @@ return a text of its own, computed from keys and values of several texts.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -42,7 +43,15 @@ class Generating(nn.Module):
         config = args[_CONFIG] if len(args) > _CONFIG else options.get("generation_config")
         given = options.get("compile_config") or getattr(config or self.generation_config, "compile_config", None)
         if given is None and not paged and is_tp_invariant_mode_enabled():
-            options.setdefault("disable_compile", True)
+            if config is None:
+                options.setdefault("disable_compile", True)
+            else:  # transformers warns of a config together with options
+                config = copy.copy(config)
+                config.disable_compile = True
+                if len(args) > _CONFIG:
+                    args = (*args[:_CONFIG], config, *args[_CONFIG + 1 :])
+                else:
+                    options["generation_config"] = config
         if paged:
             _refuse_processors(options)
         group = layers_group(self, of_replica=True)
