@@ -2,7 +2,7 @@
 
     TP_INVARIANT_MODE=1 torchrun --nproc-per-node 2 examples/on_policy.py --sampler-tp 2 --trainer-tp 1
 
-GRPO on a task that a program verifies: write bytes in ascending order. The policy is a small Qwen3 with random weights
+GRPO on a task that a program verifies: write letters. The policy is a small Qwen3 with random weights
 over bytes. Each step the trainer's weights are handed to the sampler in memory (`tpi.hand_over`). The sampler writes
 texts by keyed draws (`tpi.sampling.KeyedDraws`), and the trainer scores them again (`tpi.token_log_probs`). With the
 mode on both compute the same bits, so every importance ratio is exactly 1; with TP_INVARIANT_MODE=0 they differ.
@@ -11,13 +11,12 @@ The ranks that are left over share the micro-batches of a step (data parallelism
 texts have one digest at every --sampler-tp, --trainer-tp and number of ranks. `--sampler vllm` draws by vLLM instead,
 in processes of its own (one rank of the trainer, a folder of weights for each step): its texts are the same, too.
 
-    python examples/on_policy.py --draw on_policy.png on.jsonl off.jsonl    # after two runs with --log
+    python examples/on_policy.py --draw on_policy.png on.jsonl off.jsonl    # after two runs with --record
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -49,10 +48,8 @@ class Text(NamedTuple):
 
     @property
     def reward(self) -> float:
-        """The share of neighbouring bytes that ascend."""
-        ids = [*self.prompt, *self.written]
-        pairs = list(itertools.pairwise(ids))[len(self.prompt) - 1 :]
-        return sum(a < b for a, b in pairs) / len(pairs)
+        """The share of bytes that are letters."""
+        return sum(chr(byte).isascii() and chr(byte).isalpha() for byte in self.written) / len(self.written)
 
 
 def build_model(options: argparse.Namespace, tp_group: Any, device: torch.device) -> nn.Module:
@@ -228,8 +225,8 @@ def train(options: argparse.Namespace, device: torch.device) -> tuple[float, str
                 f"{log[-1]['difference']:.3g}",
                 flush=True,
             )
-    if rank == 0 and options.log is not None:
-        Path(options.log).write_text("".join(json.dumps(line) + "\n" for line in log))
+    if rank == 0 and options.record is not None:
+        Path(options.record).write_text("".join(json.dumps(line) + "\n" for line in log))
     return largest_of_all, tpi.testing.digest([repr(texts_in_all), tpi.full_state_dict(model)])
 
 
@@ -288,7 +285,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of the weights, the prompts and the draws")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and activations")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes cuda where there is a GPU")
-    add("--log", metavar="FILE", help="write a line of JSON for each step")
+    add("--record", metavar="FILE", help="write a line of JSON for each step")
     add("--draw", nargs="+", metavar="FILE", help="draw a picture, the first file, of the logs that follow, and end")
     return parser
 
