@@ -297,6 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.draw:
         draw(options.draw[0], options.draw[1:])
         return 0
+    for name in ("trainer_tp", "sampler_tp", "prompts", "generations", "tokens", "micro_batches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
     world, texts = int(os.environ.get("WORLD_SIZE", "1")), options.prompts * options.generations
     for name, degree in (("--trainer-tp", options.trainer_tp), ("--sampler-tp", options.sampler_tp)):
         if world % degree and not (options.sampler == "vllm" and name == "--sampler-tp"):

@@ -61,3 +61,13 @@ def refused(tp_group):
 def test_other_dtypes_are_refused():
     with pytest.raises(RankError, match=r"lm_head.weight is torch.float32 \(96, 64\) in the source and torch.bfloat16"):
         run_ranks(refused, 2)
+
+
+def into_tied(tp_group):
+    source = tpi.parallelize(hf_models.build("qwen3", tie_word_embeddings=False), tp_group)
+    tpi.hand_over(source, hf_models.build("qwen3"))
+
+
+def test_two_parameters_do_not_go_into_one():
+    with pytest.raises(RankError, match="embed_tokens.weight and lm_head.weight are one parameter in target, and two"):
+        run_ranks(into_tied, 2)

@@ -52,6 +52,12 @@ def even_words(completions: list[str], **others: Any) -> list[float]:
     return [sum(int(word) % 2 == 0 for word in text.split()) / 8 for text in completions]
 
 
+def drawn(completions: list[str], log_metric: Any, **others: Any) -> list[float]:
+    """Random rewards, whose number is logged."""
+    log_metric("drawn", torch.rand(()).item())
+    return [reward + torch.rand(()).item() for reward in even_words(completions)]
+
+
 def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Everything that is logged but times, the texts, and the parameters in the end."""
     import trl
@@ -60,11 +66,12 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
 
     options = dict(options)
     family = options.pop("family", "qwen3")
-    dp, shards, fully_sharded, sampler_degree, mode, resume, beta, dtype, replayed = (
+    dp, shards, fully_sharded, sampler_degree, mode, resume, beta, dtype, replayed, reward = (
         options.pop(name, default)
         for name, default in (
             ("dp", 1), ("shards", "group"), ("fully_sharded", False), ("sampler_degree", None), ("mode", True),
             ("resume", None), ("beta", 0.0), ("dtype", torch.float32), ("replayed", None),
+            ("reward", even_words),
         )
     )  # fmt: skip
     seen: list[dict[str, float]] = []
@@ -118,7 +125,7 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
     try:
         with mock.patch.dict(os.environ, CI="1"), tpi.set_tp_invariant_mode(mode):  # CI: TRL reports no use of it
             trainer = Recorder(
-                model, reward_funcs=even_words, args=config(**{**given, **options}), train_dataset=prompts(),
+                model, reward_funcs=reward, args=config(**{**given, **options}), train_dataset=prompts(),
                 eval_dataset=prompts(2), callbacks=[Record()], processing_class=tokenizer(), **others,
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
@@ -184,6 +191,19 @@ def test_more_options_and_a_run_that_goes_on(tmp_path):
         assert_bitwise_equal(got["parameters"], one["parameters"])
     (stock,) = run_on(1, "grpo", tmp_path / "stock", **{**options, "beta": 0.0})
     assert testing.digest(stock["parameters"]) != testing.digest(one["parameters"])
+
+
+def test_random_rewards_that_are_logged_and_a_reference_model(tmp_path):
+    """What rank 0's rewards draw moves no other rank's micro-batches; the reference is not compared with the sampler's.
+    The best checkpoint is chosen by what the rewards log, on every rank."""
+    options: dict[str, Any] = dict(
+        reward=drawn, beta=0.1, max_steps=3, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_drawn",
+    )  # fmt: skip
+    (one,) = run_on(1, "grpo", tmp_path / "one", **options)
+    assert {log[DIFFERENCE] for log in one["logs"] if "loss" in log} == {0.0}
+    assert len({log["drawn"] for log in one["logs"] if "loss" in log}) == 3
+    compare(run_on(2, "grpo", tmp_path / "two", dp=2, **options), one)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float32), ("mistral", torch.bfloat16)])

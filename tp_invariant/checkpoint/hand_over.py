@@ -21,12 +21,22 @@ def hand_over(source: nn.Module, target: nn.Module) -> None:
         target: a model of the same parameters, in the same dtypes.
 
     Raises:
-        ValueError: on every rank, and before anything is written: keys, shapes or dtypes that differ, all named.
+        ValueError: on every rank, and before anything is written: keys, shapes or dtypes that differ, all named; two
+            names of one parameter of `target` (tied embeddings) that are two in `source`.
         TypeError: state dicts with other values than dense tensors.
     """
 
     def check() -> None:
         check_match(theirs, {n: (e.full_shape, e.tensor.dtype) for n, e in own.items()}, strict=True, source="source")
+        of_source = {name: id(p) for name, p in source.named_parameters(remove_duplicate=False)}
+        first: dict[int, str] = {}
+        for name, p in target.named_parameters(remove_duplicate=False):
+            other = first.setdefault(id(p), name)
+            if of_source.get(name) != of_source.get(other):
+                raise ValueError(
+                    f"{other} and {name} are one parameter in target, and two in source: make both models with the "
+                    "same tie_word_embeddings"
+                )
 
     own, theirs = model_entries(source), model_entries(target)
     run_on_all_ranks(

@@ -54,6 +54,7 @@ class Rollouts(Trainer):
     reward_funcs: Any  # these are TRL's
     _tokenizer: Any
     _metrics: Any
+    _pending_metrics: Any
     _step: int
     temperature: float
     top_k: int
@@ -88,6 +89,12 @@ class Rollouts(Trainer):
                 f"num_generations={args.num_generations} does not divide a generation's texts, "
                 f"per_device_train_batch_size={args.per_device_train_batch_size} x steps_per_generation="
                 f"{args.steps_per_generation}, which are those of all ranks together"
+            )
+        evaluated = args.num_generations_eval or args.num_generations
+        if args.eval_strategy != "no" and args.per_device_eval_batch_size % evaluated:
+            raise ValueError(
+                f"the number of texts for each prompt of an evaluation, {evaluated}, does not divide "
+                f"per_device_eval_batch_size={args.per_device_eval_batch_size}, the texts of all ranks together"
             )
         super().__init__(model, args, reward_funcs=reward_funcs, **others)
         ours: Any = self.args  # a copy
@@ -152,14 +159,19 @@ class Rollouts(Trainer):
         return f"evaluation {self._evaluations} after step {self.state.global_step}"
 
     def _calculate_rewards(self, *texts: Any, **others: Any) -> Tensor:
-        """Those of rank 0, on every rank."""
+        """Those of rank 0, on every rank, as are what functions give log_metric, and the random numbers afterwards."""
         theirs: Any = super()
         everywhere = any(isinstance(function, nn.Module) for function in self.reward_funcs)
 
         def rewards() -> Any:
             return theirs._calculate_rewards(*texts, **others).cpu() if everywhere or self.ranks.index == 0 else None
 
-        return self.ranks.gather(self.ranks.run("the reward functions", rewards))[0].to(self.args.device)
+        with seeded((self.args.seed, self._place(), "rewards"), self.args.device):
+            own = self.ranks.run("the reward functions", rewards)
+        of_first, metrics = self.ranks.gather((own, dict(self._pending_metrics)))[0]
+        self._pending_metrics.clear()
+        self._pending_metrics.update(metrics)
+        return of_first.to(self.args.device)
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
@@ -238,12 +250,12 @@ class Rollouts(Trainer):
         *more: Any,
         **options: Any,
     ) -> Any:
-        """TRL's, by `token_log_probs`. The first ones after a generation are compared with the sampler's."""
+        """TRL's, by `token_log_probs`. The model's first ones after a generation are compared with the sampler's."""
         theirs: Any = super()
         scored = theirs._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *more, **options
         )
-        if self._sampled is not None:
+        if self._sampled is not None and model is not self.ref_model:
             sampled = self._sampled
             if isinstance(sampled, list):
                 sampled = pad_sequence([torch.tensor(row) for row in sampled], True)
