@@ -225,3 +225,10 @@ def test_other_families(family, dtype, tmp_path):
 def test_what_is_refused(options, said, tmp_path):
     with pytest.raises(RankError, match=said):
         run_on(2, "grpo", tmp_path, **options)
+
+
+def test_a_prompt_without_tokens_is_refused():
+    from tp_invariant.integrations import trl as ours
+
+    with pytest.raises(ValueError, match="prompt 1 of a generation has no tokens"):
+        ours.GRPOTrainer.sample(mock.Mock(), [[5], []], None, {})

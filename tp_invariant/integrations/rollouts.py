@@ -99,7 +99,7 @@ class Rollouts(Trainer):
         super().__init__(model, args, reward_funcs=reward_funcs, **others)
         ours: Any = self.args  # a copy
         self.beta = ours.beta = beta
-        self.ref_model = ref_model
+        self.ref_model = ref_model.eval() if beta and ref_model is not None else None  # without dropout, as TRL's
         self.sampler = model if sampler is None else sampler
         self._sampled: list[list[float]] | Tensor | None = None  # log-probabilities that were not compared yet
         self._evaluations = 0  # batches of evaluation since the last step
@@ -179,6 +179,8 @@ class Rollouts(Trainer):
         """A text for each prompt, and the log-probabilities of its tokens, on every rank. A collective."""
         if images is not None or fields:
             raise NotImplementedError(f"prompts with images ({sorted(fields)}) are not supported")
+        if not all(prompts):
+            raise ValueError(f"prompt {prompts.index([])} of a generation has no tokens: begin it with one, as a BOS")
         if self.sampler is not self.model:
             hand_over(self.model, self.sampler)
         rows = range(self._copy, len(prompts), self._copies)
