@@ -20,6 +20,10 @@ from tp_invariant import testing
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
 pytest.importorskip("trl", reason="the extra tp-invariant[trl] is not installed")
+ENGINE = dict(
+    use_transformers_continuous_batching=True,
+    transformers_continuous_batching_config=dict(num_blocks=64, page_size=16, max_batch_tokens=64),
+)
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 
@@ -159,6 +163,8 @@ def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
         "both": (4, dict(dp=2)),
         "fully": (2, dict(dp=2, fully_sharded=True)),
         "sampler": (4, dict(dp=2, sampler_degree=4)),
+        "engine": (2, ENGINE),
+        "engines": (2, dict(dp=2, **ENGINE)),
         "several samplers": (4, dict(shards="mesh", sampler_degree=1)),
     }
     for name in ways if kind == "grpo" else ("both",):

@@ -12,7 +12,8 @@ the ranks compare the tokens of every step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ PREFIX = NAME + "_"
 # what an attention is called while the engine runs
 ENGINE_NAMES = {NAME: NAME + "_flash", PREFIX + "sdpa": PREFIX + "flash_sdpa", PREFIX + "eager": PREFIX + "flash_eager"}
 _ORDINARY_NAMES = {name: ordinary for ordinary, name in ENGINE_NAMES.items()}
+_DRAWS = "_tp_invariant_draws"  # of a model while it makes an engine: the processor that draws by keys
+_begun: weakref.WeakSet[Any] = weakref.WeakSet()  # engines
 _SLIDING = "sliding_attention"  # the engine's name of layers whose cache drops what the window has passed
 _FIRST_KEYS = "first_keys"  # an argument that `Steps` adds to the engine's, as it hands its own on to all layers
 _ENGINE_ARGUMENTS = (
@@ -100,11 +103,88 @@ def begin(model: Any, former: Callable, generation_config: Any, batching_config:
     before = {name: vars(model)[name] for name in seen if name in vars(model)}
     vars(model).update(seen)
     try:
-        return former(generation_config=generation_config, continuous_batching_config=batching_config, **options)
+        manager = former(generation_config=generation_config, continuous_batching_config=batching_config, **options)
     finally:
         for name in seen:
             del vars(model)[name]
         vars(model).update(before)
+    draws = vars(model).get(_DRAWS)
+    if draws is not None and manager not in _begun:  # an engine that goes on has its own
+        _add_draws(manager, draws)
+    _begun.add(manager)
+    return manager
+
+
+def _add_draws(manager: Any, draws: Any) -> None:
+    """Makes `draws` the new engine's only processor. Raises: ValueError: there are others, or CUDA graphs."""
+    processors = manager.logit_processor
+    if manager.continuous_batching_config.use_cuda_graph not in (False, None, (False, False)):
+        raise ValueError("use_cuda_graph with KeyedDraws, which wait for the GPU in every step: leave it out")
+    if processors.do_processing:
+        names = ", ".join(type(p).__name__ for p in processors.logits_processor)
+        raise ValueError(
+            f"generation_config asks for {names} beside KeyedDraws: give it temperature=1.0, top_k=0, top_p=1.0 and no "
+            "penalties, and give temperature, top_k and top_p to KeyedDraws"
+        )
+    processors.logits_processor.append(draws)
+    processors.tensors_required, processors.do_processing = 1, True
+
+
+def serve_keyed(
+    model: Any, draws: Any, inputs: Sequence[Any], generation_config: Any, batching_config: Any, **options: Any
+) -> dict[str, Any]:
+    """transformers' generate_batch with requests that are drawn by keys: {the engine's name: its result}, in order."""
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    names, own, texts_of = draws.for_engine()
+    if len(names) != len(inputs):
+        raise ValueError(
+            f"KeyedDraws has {len(names)} requests, and generate_batch {len(inputs)} prompts: give as many"
+        )
+    config = generation_config or model.generation_config
+    copies = config.num_return_sequences or 1
+    max_new = options.pop("max_new_tokens", None) or config.max_new_tokens
+    record, _ = options.pop("record_timestamps", False), options.pop("progress_bar", None)
+    # for the size of the cache, as transformers' own generate_batch
+    options["workload_hints"] = WorkloadHints(
+        max_prompt_length=max(map(len, inputs)), max_generated_length=max_new or 0, num_requests=copies * len(names)
+    )
+    vars(model)[_DRAWS] = own
+    try:
+        running = model.continuous_batching_context_manager(
+            generation_config=generation_config,
+            continuous_batching_config=batching_config,
+            block=True,
+            timeout=5,
+            **options,
+        )
+        found: dict[str, Any] = {}
+        with running as manager:
+            processor = next((p for p in manager.logit_processor.logits_processor if type(p) is type(own)), None)
+            if processor is None or vars(processor.draws) != vars(own.draws):
+                raise ValueError(
+                    "this engine (persistent_manager=True) was made without KeyedDraws, or with other options of it: "
+                    "give each call the same seed, temperature, top_k, top_p and min_p, or stop the engine before"
+                )
+            for name, prompt in zip(names, inputs, strict=True):
+                manager.add_request(
+                    [*prompt], request_id=name, max_new_tokens=max_new, record_timestamps=record,
+                    eos_token_id=config.eos_token_id if config.eos_token_id is not None else -1,
+                )  # fmt: skip
+            while len(found) < copies * len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    found[result.request_id] = result
+                elif result is None and not manager.is_running():
+                    break
+            for name, result in found.items():
+                result.logprobs = processor.log_probs_of(name)[: len(result.generated_tokens)]  # it may draw one too many
+    finally:
+        del vars(model)[_DRAWS]
+    wanted = [text for name in names for text in texts_of(name, copies)]
+    if missing := [name for name in wanted if name not in found]:
+        raise RuntimeError(f"the engine stopped before {len(missing)} of {len(wanted)} texts, {missing[0]} among them")
+    return {name: found[name] for name in wanted}
 
 
 def _checked(config: Any, group: Group) -> Any:

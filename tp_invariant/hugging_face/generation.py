@@ -81,16 +81,35 @@ class Generating(nn.Module):
         start = former.init_continuous_batching
         return continuous_batching.begin(self, start, generation_config, continuous_batching_config, **options)
 
-    def generate_batch(self, *args: Any, **options: Any) -> Any:
+    def generate_batch(
+        self,
+        inputs: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        *others: Any,
+        logits_processor: Any = None,
+        **options: Any,
+    ) -> Any:
         """transformers' own, of every rank.
 
+        logits_processor: None, or a list of one `tpi.sampling.KeyedDraws` with a request for each of `inputs`. The
+            results then have its log-probabilities in `logprobs`, and of several texts of a prompt the copies in order.
+
         Raises:
-            ValueError: a logits_processor, which transformers ignores here, so that it would draw by itself.
+            ValueError: another logits_processor, which transformers ignores here, so that it would draw by itself; or
+                KeyedDraws beside processors of generation_config, CUDA graphs, or an engine that was made without.
             RuntimeError: a request failed, which transformers only logs.
         """
         former: Any = super()
-        _refuse_processors(options)
-        results = former.generate_batch(*args, **options)
+        if logits_processor is None or not len(logits_processor):
+            results = former.generate_batch(inputs, generation_config, continuous_batching_config, *others, **options)
+        else:
+            draws = logits_processor[0]
+            if len(logits_processor) > 1 or not hasattr(draws, "for_engine"):
+                _refuse_processors({"logits_processor": logits_processor})
+            results = continuous_batching.serve_keyed(
+                self, draws, inputs, generation_config, continuous_batching_config, **options
+            )
         errors = {name: result.error for name, result in results.items() if result.error is not None}
         if errors:
             name, error = next(iter(errors.items()))
@@ -103,8 +122,8 @@ def _refuse_processors(options: dict[str, Any]) -> None:
     if options.get("logits_processor"):
         names = ", ".join(type(processor).__name__ for processor in options["logits_processor"])
         raise ValueError(
-            f"logits_processor has {names}, which transformers' continuous batching ignores: call generate without "
-            "cache_implementation='paged'"
+            f"logits_processor has {names}, which transformers' continuous batching ignores: give generate_batch one "
+            "KeyedDraws alone, or call generate without cache_implementation='paged'"
         )
 
 

@@ -46,8 +46,9 @@ class Rollouts(Trainer):
         dp_group: as for `Trainer`.
 
     Raises:
-        ValueError: as `Trainer`; tools, environments, a rollout_func, PEFT, quantization, vLLM and transformers'
-            continuous batching; beta > 0 without ref_model; num_generations that does not divide a generation.
+        ValueError: as `Trainer`; tools, environments, a rollout_func, PEFT, quantization and vLLM; transformers'
+            continuous batching over some of the ranks, or with bf16 and sampler; beta > 0 without ref_model;
+            num_generations that does not divide a generation.
         NotImplementedError: when training begins: images; a loss of the router.
     """
 
@@ -62,6 +63,8 @@ class Rollouts(Trainer):
     min_p: float | None
     max_completion_length: int
     eos_token_ids: list[int]
+    use_transformers_continuous_batching: bool
+    continuous_batching_config: Any
     _per_epoch = 0  # micro-batches
 
     def __init__(
@@ -111,6 +114,19 @@ class Rollouts(Trainer):
         else:
             firsts = self.ranks.gather(ranks_of(own)[0])
             self._copies, self._copy = len({*firsts}), sorted({*firsts}).index(ranks_of(own)[0])
+        apart = 1 < own.size < self.ranks.size  # whose engines would make groups that torch takes for one another
+        if self.use_transformers_continuous_batching and (
+            apart or (sampler is None and self._copies < self.ranks.dp.size)
+        ):
+            raise ValueError(
+                f"use_transformers_continuous_batching with a sampler over {own.size} of {self.ranks.size} ranks, or a "
+                "model of fully_shard: give sampler=, a copy of the model on one rank or over all, or leave it out"
+            )
+        if self.use_transformers_continuous_batching and sampler is not None and self.args.bf16:
+            raise ValueError(
+                "bf16=True does not reach the thread in which transformers' engine runs sampler: give both models in "
+                "bfloat16 or float32 and bf16=False, or leave use_transformers_continuous_batching out"
+            )
         for scored in (model, *((ref_model,) if beta else ())):
             _score_here(scored, self.temperature)
 
@@ -185,7 +201,8 @@ class Rollouts(Trainer):
             hand_over(self.model, self.sampler)
         rows = range(self._copy, len(prompts), self._copies)
         names = [f"{self._place()}, text {row}" for row in rows]
-        texts = self._drawn([prompts[row] for row in rows], names) if names else []
+        with seeded((self.args.seed, f"{self._place()}, texts"), self.args.device):  # what comes after draws its own
+            texts = self._drawn([prompts[row] for row in rows], names) if names else []
         everyone = self.ranks.gather(dict(zip(rows, texts, strict=True)) if self._writes else {})
         merged = {row: text for of_rank in reversed(everyone) for row, text in of_rank.items()}
         ids, log_probs = zip(*(merged[row] for row in range(len(prompts))), strict=True)
@@ -199,6 +216,8 @@ class Rollouts(Trainer):
             pad_sequence([torch.tensor(p) for p in rows], True, value, padding_side="left").to(device)
             for rows, value in ((prompts, self._tokenizer.pad_token_id), ([[1] * len(p) for p in prompts], 0))
         )
+        if self.use_transformers_continuous_batching:
+            return self._served(prompts, names)
         draws = KeyedDraws(
             self.args.seed, names, attention_mask=mask, temperature=self.temperature, top_k=self.top_k or None,
             top_p=self.top_p, min_p=self.min_p, keep_log_probs=True,
@@ -226,6 +245,26 @@ class Rollouts(Trainer):
             (row[:length], probs[:length])
             for row, probs, length in zip(completions.tolist(), log_probs.tolist(), lengths, strict=True)
         ]
+
+    def _served(self, prompts: list[list[int]], names: list[str]) -> list[tuple[list[int], list[float]]]:
+        """By transformers' continuous batching, with an engine of its own: the weights are others each time."""
+        draws = KeyedDraws(
+            self.args.seed, names, temperature=self.temperature, top_k=self.top_k or None, top_p=self.top_p,
+            min_p=self.min_p,
+        )  # fmt: skip
+        config = transformers.GenerationConfig(
+            max_new_tokens=self.max_completion_length, eos_token_id=self.eos_token_ids,
+            pad_token_id=self._tokenizer.pad_token_id, bos_token_id=self._tokenizer.bos_token_id,
+        )  # fmt: skip
+        training = self.sampler.training
+        try:
+            with self.accelerator.autocast():
+                results = self.sampler.generate_batch(
+                    prompts, config, self.continuous_batching_config, logits_processor=[draws]
+                )
+        finally:
+            self.sampler.train(training)
+        return [(result.generated_tokens, result.logprobs) for result in results.values()]
 
     # --- probabilities ----------------------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ _NAMES_OF_ROLLOUTS = """
     importance_sampling_level reward_weights multi_objective_aggregation scale_rewards mask_truncated_completions
     top_entropy_quantile entropy_coef off_policy_mask_threshold use_bias_correction_kl log_completions
     num_completions_to_print log_unique_prompts normalize_advantages reward_clip_range
+    use_transformers_continuous_batching transformers_continuous_batching_config
 """
 # of the former, those of the last two lines do something only with others, which are refused
 HONOURED = frozenset(f"{_NAMES} {_NAMES_OF_TRL} {_NAMES_OF_ROLLOUTS}".split())
@@ -99,7 +100,6 @@ _ADVICE = {
     "label_smoothing=..): with tp_group=None for whole logits, as those of a model on its own plan are; with the "
     "model's tp_group if your plan has 'colwise' for the output layer, which leaves them sharded",
     "use_vllm": "pass sampler=, a copy of the model at the degree that you want to sample at",
-    "use_transformers_continuous_batching": "texts are written by generate; leave it out",
     "use_adaptive_entropy": "it sums over the micro-batches of one rank; give entropy_coef",
     "push_to_hub": "upload what save_model has written",
 }

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,6 +196,7 @@ class KeyedDraws:
 
         draws = tpi.sampling.KeyedDraws(seed, ["a", "b"], attention_mask=mask, temperature=0.8, top_p=0.95)
         model.generate(ids, attention_mask=mask, logits_processor=[draws], do_sample=False)
+        model.generate_batch([ids_of_a, ids_of_b], logits_processor=[draws])  # a parallelized model's: the same texts
 
     The scores that it returns are 0 for the drawn token and -inf for all others. With do_sample=True transformers' own
     temperature, top_k (50 unless it is given) and top_p act on the logits before it, so pass top_k=0 then. Each
@@ -205,7 +207,7 @@ class KeyedDraws:
         seed: of the run.
         requests: the name of each prompt's request. A prompt that goes on with an earlier text has that text's name.
         attention_mask: what `generate` gets: [len(requests), length of the prompts], 0 for the padding at the left. May
-            be None for one request without padding.
+            be None for one request without padding, and for `generate_batch`.
         keep_log_probs: put the log-probability of each drawn token into `log_probs`, a list with a step's fp32 [rows]
             in each place: those of the scores that it gets, over the whole vocabulary, at its temperature. They have
             the bits of `token_log_probs` with the same temperature.
@@ -229,12 +231,8 @@ class KeyedDraws:
         count = len(self._requests)
         if not count or len(set(self._requests)) < count:
             raise ValueError(f"requests={self._requests} must name at least one request, and each once")
-        if attention_mask is None and count > 1:
-            raise ValueError(
-                f"attention_mask=None with {count} requests: pass the mask that generate gets, by which positions are "
-                "counted without padding"
-            )
-        mask = torch.ones(1, 1, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        self._masked = attention_mask is not None
+        mask = torch.ones(count, 1, dtype=torch.bool) if attention_mask is None else attention_mask != 0
         if mask.dim() != 2 or mask.shape[0] != count or not mask[:, -1:].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)} for {count} requests: it must be [{count}, length], "
@@ -248,6 +246,11 @@ class KeyedDraws:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows, length = input_ids.shape
         count = len(self._requests)
+        if not self._masked and count > 1:
+            raise ValueError(
+                f"attention_mask=None with {count} requests: pass the mask that generate gets, by which positions are "
+                "counted without padding"
+            )
         copies, width = rows // count, self._width or length
         if rows % count or rows != scores.shape[0] or scores.dim() != 2 or not 1 <= width <= length:
             raise ValueError(
@@ -277,3 +280,17 @@ class KeyedDraws:
             of_all = log_softmax(scores, temperature=self._draws.temperature)
             self.log_probs.append(of_all.gather(1, drawn.unsqueeze(1))[:, 0])
         return torch.full_like(scores, -math.inf).scatter_(1, drawn.unsqueeze(1), 0.0)
+
+    # --- continuous batching ----------------------------------------------------------------------------------------
+
+    def request_id(self, request: Request) -> str:
+        """What transformers' engine must call a request that `add_request` gives it: its request_id."""
+        from .engine_draws import request_id
+
+        return request_id(self._draws.seed, request)
+
+    def for_engine(self) -> tuple[list[str], Any, Callable[[str, int], list[str]]]:
+        """The engine's names of the requests, its processor, and the names of a request's several texts."""
+        from .engine_draws import EngineDraws, texts_of
+
+        return [self.request_id(request) for request in self._requests], EngineDraws(self._draws), texts_of
