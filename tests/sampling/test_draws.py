@@ -311,7 +311,6 @@ def test_ranks_with_other_seeds_get_an_error():
     [
         ([], None, "requests=[] must name at least one request, and each once"),
         (["a", "a"], [[1], [1]], "requests=['a', 'a'] must name"),
-        (["a", "b"], None, "attention_mask=None with 2 requests: pass the mask that generate gets"),
         (["a", "b"], [[1, 1]], "attention_mask has shape (1, 2) for 2 requests: it must be [2, length]"),
         (["a"], [[1, 0]], "attention_mask has shape (1, 2) for 1 requests"),
         (["a"], [[1, 0, 1]], "attention_mask has shape (1, 3) for 1 requests"),
@@ -324,6 +323,8 @@ def test_requests_and_masks_that_do_not_fit(requests, mask, message):
 
 
 def test_calls_that_do_not_fit():
+    with pytest.raises(ValueError, match="attention_mask=None with 2 requests: pass the mask that generate gets"):
+        KeyedDraws(0, ["a", "b"])(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 50))
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     ids, scores = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.zeros(2, 50)
     draws = KeyedDraws(0, ["a", "b"], attention_mask=mask)
@@ -344,12 +345,11 @@ def test_beam_search_is_refused():
 
 
 def test_continuous_batching_which_ignores_processors_is_refused():
-    model, options = built(), dict(logits_processor=[KeyedDraws(0, ["a"])])
+    model, one = built(), [KeyedDraws(0, ["a"])]
+    several, ids = [transformers.TopKLogitsWarper(5), *one], torch.tensor([PROMPTS["a"]])
     for call in (
-        lambda: model.generate_batch([PROMPTS["a"]], **options),
-        lambda: model.generate(torch.tensor([PROMPTS["a"]]), cache_implementation="paged", **options),
+        lambda: model.generate_batch([PROMPTS["a"]], logits_processor=several),
+        lambda: model.generate(ids, cache_implementation="paged", logits_processor=one),
     ):
-        with pytest.raises(
-            ValueError, match="logits_processor has KeyedDraws, which transformers' continuous batching"
-        ):
+        with pytest.raises(ValueError, match="which transformers' continuous batching ignores"):
             call()

@@ -178,7 +178,9 @@ def serve_keyed(
                 elif result is None and not manager.is_running():
                     break
             for name, result in found.items():
-                result.logprobs = processor.log_probs_of(name)[: len(result.generated_tokens)]  # it may draw one too many
+                result.logprobs = processor.log_probs_of(name)[
+                    : len(result.generated_tokens)
+                ]  # the engine may draw one more
     finally:
         del vars(model)[_DRAWS]
     wanted = [text for name in names for text in texts_of(name, copies)]
