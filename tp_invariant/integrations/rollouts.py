@@ -256,14 +256,15 @@ class Rollouts(Trainer):
             max_new_tokens=self.max_completion_length, eos_token_id=self.eos_token_ids,
             pad_token_id=self._tokenizer.pad_token_id, bos_token_id=self._tokenizer.bos_token_id,
         )  # fmt: skip
-        training = self.sampler.training
+        model: Any = self.sampler
+        training = model.training
         try:
             with self.accelerator.autocast():
-                results = self.sampler.generate_batch(
+                results = model.generate_batch(
                     prompts, config, self.continuous_batching_config, logits_processor=[draws]
                 )
         finally:
-            self.sampler.train(training)
+            model.train(training)
         return [(result.generated_tokens, result.logprobs) for result in results.values()]
 
     # --- probabilities ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +32,9 @@ class EngineDraws(ContinuousBatchingLogitsProcessor):
     The engine prepares a step before it computes it, perhaps several, and on each rank in the same order.
     """
 
-    supported_kwargs: ClassVar[dict[str, type]] = {}
-    ignored_kwargs: tuple[str, ...] = ()
-
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
+        self.supported_kwargs, self.ignored_kwargs = {}, ()  # a request has no options of its own
         self._steps: deque[list[tuple[str, int]]] = deque()  # of each row: its request, and the tokens before it
         self._found: dict[str, dict[int, Tensor]] = {}
 
