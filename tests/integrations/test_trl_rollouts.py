@@ -163,7 +163,6 @@ def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
         "both": (4, dict(dp=2)),
         "fully": (2, dict(dp=2, fully_sharded=True)),
         "sampler": (4, dict(dp=2, sampler_degree=4)),
-        "engine": (2, ENGINE),
         "engines": (2, dict(dp=2, **ENGINE)),
         "several samplers": (4, dict(shards="mesh", sampler_degree=1)),
     }

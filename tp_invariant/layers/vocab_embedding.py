@@ -11,6 +11,7 @@ Legend: P ranks, T tokens, D = embedding_dim, V = num_embeddings, n = (V + paddi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,8 @@ class VocabParallelEmbedding(ShardedModule, nn.Embedding):
         if self.padded_num_embeddings % self.group.size:
             raise ValueError(
                 f"num_embeddings={num_embeddings}, padded to {self.padded_num_embeddings}, is not divisible by TP "
-                f"degree={self.group.size}: give pad_vocab_to_multiple_of a multiple of every degree you want, say 128"
+                f"degree={self.group.size}: give pad_vocab_to_multiple_of a multiple of every degree you want, say "
+                f"{math.lcm(128, self.group.size)}"
             )
         rows = self.padded_num_embeddings // self.group.size
         self.weight = nn.Parameter(torch.empty((rows, embedding_dim), device=device, dtype=dtype))

@@ -3,7 +3,7 @@
     TP_INVARIANT_MODE=1 python rollout.py        # the variable: vLLM's workers are other processes
 
     import tp_invariant.integrations.vllm as tpi_vllm
-    llm = LLM("Qwen/Qwen3-0.6B", tensor_parallel_size=2, **tpi_vllm.engine_arguments())
+    llm = LLM("Qwen/Qwen3-0.6B", **tpi_vllm.engine_arguments(tensor_parallel_size=2))
     llm.generate(prompts, tpi_vllm.sampling_params(seed=7, request="step 3, prompt 5", max_tokens=64))
 
 vLLM 0.32 on CPUs; other versions and platforms are refused by name. vLLM loads `register` in each of its processes (the
