@@ -153,13 +153,12 @@ def compare(runs: list[Any], one: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
-    """At TP=2, dp x tp = 2 x 2, by fully_shard, with a sampler of another degree; and off as the control."""
+    """At dp x tp = 2 x 2, by fully_shard, by transformers' engine, with a sampler of another degree; and off as the control."""
     (one,) = run_on(1, kind, tmp_path)
     steps = [log for log in one["logs"] if "loss" in log]
     assert len(steps) == 5 and {log[DIFFERENCE] for log in steps} == {0.0}
     assert len({log["reward"] for log in steps}) > 1 and any(log["grad_norm"] > 0 for log in steps)
     ways: dict[str, tuple[int, dict[str, Any]]] = {
-        "tp": (2, {}),
         "both": (4, dict(dp=2)),
         "fully": (2, dict(dp=2, fully_sharded=True)),
         "sampler": (4, dict(dp=2, sampler_degree=4)),

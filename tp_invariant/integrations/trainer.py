@@ -99,9 +99,11 @@ _ADVICE = {
     "label_smoothing_factor": "give compute_loss_func, with tp_invariant.vocab_parallel_cross_entropy(.., "
     "label_smoothing=..): with tp_group=None for whole logits, as those of a model on its own plan are; with the "
     "model's tp_group if your plan has 'colwise' for the output layer, which leaves them sharded",
+    "push_to_hub": "upload what save_model has written",
+}
+_ADVICE_OF_TRL = {
     "use_vllm": "pass sampler=, a copy of the model at the degree that you want to sample at",
     "use_adaptive_entropy": "it sums over the micro-batches of one rank; give entropy_coef",
-    "push_to_hub": "upload what save_model has written",
 }
 
 
@@ -400,7 +402,7 @@ def _own_arguments(
         if name not in HONOURED and value != default and (value or default):
             raise ValueError(
                 f"TrainingArguments: {name}={value!r} on rank {ranks.index} is not supported, only {default!r}: "
-                f"{_ADVICE.get(name, 'it would act on a rank by itself, or is not known here')}"
+                f"{(_ADVICE | _ADVICE_OF_TRL).get(name, 'it would act on a rank by itself, or is not known here')}"
             )
     facts = {f"TrainingArguments.{name}": repr(getattr(args, name)) for name in defaults if name not in _OWN}
     ranks.check_alike(facts, "Give the same on every rank")
