@@ -153,7 +153,7 @@ def compare(runs: list[Any], one: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
-    """At dp x tp = 2 x 2, by fully_shard, by transformers' engine, with a sampler of another degree; and off as the control."""
+    """At dp x tp = 2 x 2, by fully_shard, by transformers' engine, by a sampler of another degree; and the mode off."""
     (one,) = run_on(1, kind, tmp_path)
     steps = [log for log in one["logs"] if "loss" in log]
     assert len(steps) == 5 and {log[DIFFERENCE] for log in steps} == {0.0}
