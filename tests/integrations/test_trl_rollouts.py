@@ -22,7 +22,7 @@ from tp_invariant.testing import RankError, assert_bitwise_equal
 pytest.importorskip("trl", reason="the extra tp-invariant[trl] is not installed")
 ENGINE = dict(
     use_transformers_continuous_batching=True,
-    transformers_continuous_batching_config=dict(num_blocks=64, page_size=16, max_batch_tokens=64),
+    transformers_continuous_batching_config=dict(num_blocks=32, max_batch_tokens=64),
 )
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
