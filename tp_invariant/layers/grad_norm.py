@@ -44,8 +44,8 @@ _USUAL_CAUSES = (
     "LayerNormLinear with tp_group and sequence_parallel=True); different inputs on each rank; dropout on whole "
     "activations with a different mask on each rank; a parameter that each rank uses for its own heads or features "
     "only; torch's clip_grad_norm_ on plain shards, whose norm is another one on each rank (use "
-    "tp_invariant.clip_grad_norm_); or a sharded parameter that has lost its attributes (tp_invariant.parameters.mark_sharded "
-    "sets them)"
+    "tp_invariant.clip_grad_norm_); or a sharded parameter that has lost its attributes "
+    "(tp_invariant.parameters.mark_sharded sets them)"
 )
 _ACROSS_GROUPS_CAUSES = (
     "Layers that are sharded over smaller groups must hold the same values and get the same inputs in each of these "
