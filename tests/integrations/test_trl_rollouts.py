@@ -193,8 +193,8 @@ def test_more_options_and_a_run_that_goes_on(tmp_path):
     resumed = run_on(4, "grpo", tmp_path / "two", dp=2, resume=str(tmp_path / "two" / "checkpoint-4"), **options)
     for got in resumed:
         assert_bitwise_equal(got["parameters"], one["parameters"])
-    (stock,) = run_on(1, "grpo", tmp_path / "stock", **{**options, "beta": 0.0})
-    assert testing.digest(stock["parameters"]) != testing.digest(one["parameters"])
+    (without,) = run_on(1, "grpo", tmp_path / "without", **{**options, "beta": 0.0})  # the reference model counts
+    assert testing.digest(without["parameters"]) != testing.digest(one["parameters"])
 
 
 def test_random_rewards_that_are_logged_and_a_reference_model(tmp_path):

@@ -77,6 +77,8 @@ def test_texts_and_log_probabilities_are_those_of_generate(degree):
             assert_bitwise_equal(two, [c, a])
             assert_bitwise_equal(forks, copies)
     assert len({tuple(text) for text, _ in copies}) == 3
+    with tpi.set_tp_invariant_mode(False):  # the control: other log-probabilities
+        assert run_ranks(served, degree)[0][0] != [a, b, c]
 
 
 def refused(tp_group):

@@ -152,11 +152,7 @@ def serve_keyed(
     vars(model)[_DRAWS] = own
     try:
         running = model.continuous_batching_context_manager(
-            generation_config=generation_config,
-            continuous_batching_config=batching_config,
-            block=True,
-            timeout=5,
-            **options,
+            generation_config=generation_config, continuous_batching_config=batching_config, timeout=5, **options
         )
         found: dict[str, Any] = {}
         with running as manager:
@@ -178,9 +174,8 @@ def serve_keyed(
                 elif result is None and not manager.is_running():
                     break
             for name, result in found.items():
-                result.logprobs = processor.log_probs_of(name)[
-                    : len(result.generated_tokens)
-                ]  # the engine may draw one more
+                written = len(result.generated_tokens)  # the engine may have drawn one more
+                result.logprobs = processor.log_probs_of(name)[:written]
     finally:
         del vars(model)[_DRAWS]
     wanted = [text for name in names for text in texts_of(name, copies)]

@@ -216,8 +216,6 @@ class Rollouts(Trainer):
             pad_sequence([torch.tensor(p) for p in rows], True, value, padding_side="left").to(device)
             for rows, value in ((prompts, self._tokenizer.pad_token_id), ([[1] * len(p) for p in prompts], 0))
         )
-        if self.use_transformers_continuous_batching:
-            return self._served(prompts, names)
         draws = KeyedDraws(
             self.args.seed, names, attention_mask=mask, temperature=self.temperature, top_k=self.top_k or None,
             top_p=self.top_p, min_p=self.min_p, keep_log_probs=True,
@@ -231,6 +229,11 @@ class Rollouts(Trainer):
         try:
             with torch.no_grad(), self.accelerator.autocast():
                 model.eval()  # without dropout, and with a cache where gradients are checkpointed
+                if self.use_transformers_continuous_batching:  # an engine for each generation: the weights change
+                    results = model.generate_batch(
+                        prompts, config, self.continuous_batching_config, logits_processor=[draws]
+                    )
+                    return [(result.generated_tokens, result.logprobs) for result in results.values()]
                 # synced_gpus: of fully_shard, whose ranks all write the same texts here, so that none waits for another
                 written = model.generate(
                     ids, attention_mask=mask, generation_config=config, logits_processor=[draws], synced_gpus=False
@@ -245,27 +248,6 @@ class Rollouts(Trainer):
             (row[:length], probs[:length])
             for row, probs, length in zip(completions.tolist(), log_probs.tolist(), lengths, strict=True)
         ]
-
-    def _served(self, prompts: list[list[int]], names: list[str]) -> list[tuple[list[int], list[float]]]:
-        """By transformers' continuous batching, with an engine of its own: the weights are others each time."""
-        draws = KeyedDraws(
-            self.args.seed, names, temperature=self.temperature, top_k=self.top_k or None, top_p=self.top_p,
-            min_p=self.min_p,
-        )  # fmt: skip
-        config = transformers.GenerationConfig(
-            max_new_tokens=self.max_completion_length, eos_token_id=self.eos_token_ids,
-            pad_token_id=self._tokenizer.pad_token_id, bos_token_id=self._tokenizer.bos_token_id,
-        )  # fmt: skip
-        model: Any = self.sampler
-        training = model.training
-        try:
-            with self.accelerator.autocast():
-                results = model.generate_batch(
-                    prompts, config, self.continuous_batching_config, logits_processor=[draws]
-                )
-        finally:
-            model.train(training)
-        return [(result.generated_tokens, result.logprobs) for result in results.values()]
 
     # --- probabilities ----------------------------------------------------------------------------------------------
 

@@ -283,14 +283,9 @@ class KeyedDraws:
 
     # --- continuous batching ----------------------------------------------------------------------------------------
 
-    def request_id(self, request: Request) -> str:
-        """What transformers' engine must call a request that `add_request` gives it: its request_id."""
-        from .engine_draws import request_id
-
-        return request_id(self._draws.seed, request)
-
     def for_engine(self) -> tuple[list[str], Any, Callable[[str, int], list[str]]]:
         """The engine's names of the requests, its processor, and the names of a request's several texts."""
-        from .engine_draws import EngineDraws, texts_of
+        from .engine_draws import EngineDraws, request_id, texts_of
 
-        return [self.request_id(request) for request in self._requests], EngineDraws(self._draws), texts_of
+        names = [request_id(self._draws.seed, request) for request in self._requests]
+        return names, EngineDraws(self._draws), texts_of

@@ -36,7 +36,7 @@ class EngineDraws(ContinuousBatchingLogitsProcessor):
         self.draws = draws
         self.supported_kwargs, self.ignored_kwargs = {}, ()  # a request has no options of its own
         self._steps: deque[list[tuple[str, int]]] = deque()  # of each row: its request, and the tokens before it
-        self._found: dict[str, dict[int, Tensor]] = {}
+        self._found: dict[str, dict[int, float]] = {}  # log-probabilities of each text, by position
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         int32_tensor.zero_()
@@ -57,15 +57,14 @@ class EngineDraws(ContinuousBatchingLogitsProcessor):
             result[: len(rows)].scatter_(1, drawn, 0.0)
             if self.draws.temperature:
                 log_probs = log_softmax(x, temperature=self.draws.temperature).gather(1, drawn)[:, 0]
-                for request, position, log_prob in zip(requests, positions, log_probs, strict=True):
-                    self._found.setdefault(request, {})[position] = (
-                        log_prob  # of a text that is written again, the last
-                    )
+                # by position: the engine writes the end of a text again if it has taken its pages away
+                for request, position, log_prob in zip(requests, positions, log_probs.tolist(), strict=True):
+                    self._found.setdefault(request, {})[position] = log_prob
         return result
 
     def log_probs_of(self, request: str) -> list[float]:
         """Those of a finished text's drawn tokens, which are then forgotten. Empty at temperature 0."""
-        return [float(found) for _, found in sorted(self._found.pop(request, {}).items())]
+        return [found for _, found in sorted(self._found.pop(request, {}).items())]
 
 
 def _key(request: str) -> int:
@@ -75,5 +74,6 @@ def _key(request: str) -> int:
         return request_key(seed, wanted, int(copy) + 1)
     except (TypeError, ValueError):
         raise ValueError(
-            f"request_id={request!r}: this engine draws by keys, so request_id must be KeyedDraws.request_id(name)"
+            f"request_id={request!r}: this engine draws by keys, and takes requests from generate_batch alone, with "
+            "logits_processor=[KeyedDraws(..)]"
         ) from None
