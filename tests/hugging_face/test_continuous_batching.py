@@ -10,30 +10,20 @@ import hf_models
 import pytest
 import torch
 import transformers
-from ranks import run_ranks
+from ranks import pool_of_two, run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.hugging_face import continuous_batching
-from tp_invariant.testing import rank_pool
 
 NEW, LENGTHS = 6, [5, 150, 1, 70, 131, 33, 129]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def two_ranks():
-    """A pool of their own. The engine makes a group for each run, which torch names after its ranks alone where there
-    are others, and ranks then find the addresses of the group before."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_pool, "_pools", {})
-        run_ranks(build_nothing, 2)
+    with pool_of_two():
         yield
-        rank_pool.discard_pool("cpu")
-
-
-def build_nothing(tp_group):
-    """The first case of a pool decides how many ranks it has."""
 
 
 build = functools.partial(hf_models.build, max_position_embeddings=256)

@@ -6,11 +6,11 @@ import hf_models
 import pytest
 import torch
 import transformers
-from ranks import run_ranks
+from ranks import pool_of_two, run_ranks
 
 import tp_invariant as tpi
 from tp_invariant.sampling import KeyedDraws
-from tp_invariant.testing import RankError, assert_bitwise_equal, rank_pool
+from tp_invariant.testing import RankError, assert_bitwise_equal
 
 NEW = 10
 PROMPTS = {"a": [5, 9, 30, 7, 8, 2, 44], "b": [11, 4], "c": [60, 61, 62, 63, 3]}
@@ -19,16 +19,8 @@ OPTIONS = dict(temperature=0.9, top_k=60, top_p=0.98)
 
 @pytest.fixture(scope="module", autouse=True)
 def two_ranks():
-    """A pool of their own, as in tests/hugging_face/test_continuous_batching.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_pool, "_pools", {})
-        run_ranks(nothing, 2)
+    with pool_of_two():
         yield
-        rank_pool.discard_pool("cpu")
-
-
-def nothing(tp_group):
-    """The first case of a pool decides how many ranks it has."""
 
 
 def serve(model, names, copies=1, budget=64, **options):
