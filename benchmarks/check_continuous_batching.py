@@ -98,8 +98,11 @@ def serve(tp_group: Any, family: str, options: Any, mode: bool, seed: int, budge
                     if manager.is_tp_driver and waits.random() < 0.3:
                         time.sleep(waits.random())
                 count = 0
-                while count < len(chosen) * copies and manager.is_running():
+                while count < len(chosen) * copies:
+                    running = manager.is_running()  # before: rank 0 may end the engine while results lie here
                     result = manager.get_result(timeout=1)
+                    if result is None and not running:
+                        raise RuntimeError(f"the engine ended after {count} of {len(chosen) * copies} completions")
                     if result is not None and result.is_finished():
                         if result.error is not None:
                             raise RuntimeError(result.error)
@@ -138,8 +141,8 @@ def main() -> None:
     def count(family: str, degree: int, mode: bool, seed: int) -> None:
         ran = run_ranks(serve, degree, family, options, mode, seed, budgets[seed], device=options.device, timeout=3600)
         texts = ran[0][0]
-        if any(text != texts for text, _, _ in ran):
-            raise RuntimeError(f"{family} at TP={degree}: the ranks have different texts")
+        if differ := sorted(name for name in texts for text, _, _ in ran if text[name] != texts[name]):
+            raise RuntimeError(f"{family} at TP={degree}: the ranks have different texts of {', '.join(differ)}")
         (expected,) = run_ranks(whole_forwards, 1, family, options, texts, device=options.device, timeout=3600)
         rows = [row for one in expected.values() for row in one]
         equal = min(sum(row in drawn for row in rows) for _, drawn, _ in ran)
