@@ -19,6 +19,7 @@ from .diagnostics.digest_log import DigestLog
 from .functional.attention import attention
 from .functional.cross_entropy import vocab_parallel_cross_entropy
 from .functional.gated import gated_activation
+from .functional.regions import sequence_part
 from .functional.rotary_embedding import rotary_embedding
 from .functional.router_losses import load_balancing_loss, router_z_loss
 from .functional.routing import Routing
@@ -31,6 +32,7 @@ from .layers.linear import Linear
 from .layers.mixture import MixtureOfExperts
 from .layers.parallel_norm import ParallelNorm
 from .layers.replicate import replicate_
+from .layers.sequence_chunks import context_parallel_
 from .layers.vocab_embedding import VocabParallelEmbedding
 from .sampling.log_probs import linear_cross_entropy, token_log_probs
 from .version import __version__
@@ -57,6 +59,7 @@ __all__ = [
     "batch_invariant",
     "checkpoint",
     "clip_grad_norm_",
+    "context_parallel_",
     "data_parallel",
     "determinism",
     "fsdp_placement",
@@ -77,6 +80,7 @@ __all__ = [
     "rotary_embedding",
     "router_z_loss",
     "sampling",
+    "sequence_part",
     "set_default_gemm_fn",
     "set_tp_invariant_mode",
     "testing",

@@ -29,12 +29,14 @@ def check_same_model(
     facts: Mapping[str, Any],
     only: Mapping[str, Tensor] | None = None,
     error: Exception | None = None,
+    name: str = "tp_group",
 ) -> None:
     """Compares the ranks' models, tensor by tensor, and `facts`, the arguments of the calling function. A collective.
 
     A tensor on the meta device is not compared on the ranks that have it there. only: the parameters that are compared,
     and their gradients where they have some; None for all of them, and the buffers. error: of the arguments, which
-    `facts` state: it is raised if the ranks have the same facts, whatever their weights.
+    `facts` state: it is raised if the ranks have the same facts, whatever their weights. name: of the argument that
+    gives the group.
 
     Raises:
         Exception: `error`.
@@ -53,23 +55,23 @@ def check_same_model(
     device = next((t.device for t in named.values() if not t.is_meta), torch.device("cpu"))
     counts = ", ".join(f"{len(tensors)} {kind}" for kind, tensors in kinds.items())
     shapes = {f"the dtype and shape of {name}": (str(t.dtype), tuple(t.shape)) for name, t in named.items()}
-    compare_environments(group, device)
+    compare_environments(group, device, name)
     hashes = torch.stack([tensor_hash(t.detach()).cpu() for t in named.values()])
     facts = {"the model": f"{type(model).__name__}, {counts}", **shapes, **facts}
-    everyone = zip(*compare(facts, group, device, hashes), strict=True)
+    everyone = zip(*compare(facts, group, device, hashes, name=name), strict=True)
     if error is not None:
         raise error
     problems = {}
-    for name, column in zip(named, everyone, strict=True):
+    for tensor, column in zip(named, everyone, strict=True):
         values = ranks_by_value((rank, value) for rank, value in enumerate(column) if value)
         if len(values) > 1:
-            problems[name] = f"  {name}: {format_unnamed(values)}"
+            problems[tensor] = f"  {tensor}: {format_unnamed(values)}"
     if problems:
         found = {kind: len(tensors.keys() & problems.keys()) for kind, tensors in kinds.items()}
         where = " and ".join(f"{count} of {len(kinds[kind])} {kind}" for kind, count in found.items() if count)
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise RuntimeError(
-            f"the {group.size} ranks of tp_group hold different weights in {where}; nothing was changed. Load the same "
+            f"the {group.size} ranks of {name} hold different weights in {where}; nothing was changed. Load the same "
             "checkpoint on every rank, or seed all ranks alike before the model is made:\n"
             + "\n".join(list(problems.values())[:_SHOWN])
             + more

@@ -121,6 +121,12 @@ def _node_of(x: Tensor) -> Any:
     return x.grad_fn if x.grad_fn is not None else x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
+def _id_of(parameter: Any) -> int:
+    """That of the model's parameter, also for one of its aliases (layers/sequence_chunks.py)."""
+    alias_of: int | None = getattr(parameter, "alias_of", None)
+    return id(parameter) if alias_of is None else alias_of
+
+
 class IncompleteGradient(ValueError):
     """A gradient would be one summand of a sum over ranks that nothing adds."""
 
@@ -167,7 +173,7 @@ def incomplete_gradients(
             continue
         parameter = getattr(node, "variable", None)  # AccumulateGrad's
         if parameter is not None:
-            known = sharded.get(id(parameter))
+            known = sharded.get(_id_of(parameter))
             states[node] = UNKNOWN if known is None else PART if known else WHOLE
             continue
         of_inputs = _given(node, states)
@@ -196,7 +202,7 @@ def _whole_parameters(node: Any, states: Mapping[Any, str], names: Mapping[int, 
     owners, stack, seen = [], [node], {node}
     while stack:
         node = stack.pop()
-        name = names.get(id(getattr(node, "variable", None)))
+        name = names.get(_id_of(getattr(node, "variable", None)))
         owners += [] if name is None else [name]
         for other in _inputs(node):
             state = states.get(other)

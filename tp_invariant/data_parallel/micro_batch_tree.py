@@ -4,6 +4,10 @@ binary_tree.py has the tree, which depends on the number of micro-batches alone.
 a node computes it. A rank with consecutive micro-batches obtains a few complete nodes, one if the counts are powers of
 two; the remaining additions are done after an all-to-all of these nodes. expert_sums.py does the same for experts that
 are divided over data-parallel ranks.
+
+Where gradients are one sum for each of C chunks of the sequence (layers/sequence_chunks.py), the leaves are C times as
+many: those of chunk 0 for all micro-batches, then those of chunk 1. A rank has the leaves of its chunks and of its
+micro-batches. Nodes are exchanged over the data-parallel ranks, and then over those of context parallelism.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from ..core.layout import split_sizes
 from ..core.parameter_names import label_of
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
+from ..layers.sequence_chunks import Chunks, chunks_of, take_chunk_gradients
 from .binary_tree import BinaryTree, nodes_of
 from .expert_sums import ExpertSums, describe, expert_group, indices_by_group
 
@@ -36,7 +41,7 @@ _SAME_ARGUMENTS = "Give MicroBatchTree the same parameters, in the same order, a
 _CHUNK = 1 << 24  # elements that are summed over ranks at a time, so that reduce() needs little additional memory
 
 
-def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group, name: str = "dp_group") -> Group:
+def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group | None, name: str = "dp_group") -> Group:
     """The Group for an argument called `name`: a ProcessGroup or a 1-D DeviceMesh. None, no reduction, is refused.
 
     Raises:
@@ -119,14 +124,22 @@ class MicroBatchTree:
     Beside a model that fully_shard has sharded they are among its ignored_params, and one tree has the parameters of
     both.
 
+    With context parallelism (`parallelize(.., mesh=.., sequence_chunks=..)`, `context_parallel_`) the parameters say
+    how many chunks there are, and over which ranks they are divided. Give the mesh, whose dims are "dp" and "cp":
+
+        tree = MicroBatchTree(model.parameters(), mesh=mesh, micro_batches=8)
+
+    Every rank of cp_group runs the same micro-batches, and reduce() gives all of them the same gradients.
+
     Memory besides .grad: fp32 copies of this rank's gradients, log2(n) + 1 at most for n = 2^k micro-batches a rank,
-    2 log2(n) + 1 at most for other n.
+    2 log2(n) + 1 at most for other n; as many for each chunk of this rank.
 
     Args:
         parameters: whose .grad is taken; those with requires_grad=False are left out. bfloat16, float16 or float32, on
             one device.
         dp_group: a ProcessGroup or 1-D DeviceMesh; of one rank for DP=1.
         micro_batches: how many a step has on all ranks together.
+        mesh: in place of dp_group, a DeviceMesh whose dims have names: "dp" is dp_group, one rank if it is missing.
 
     Raises:
         TypeError: parameters of another dtype; None for dp_group; micro_batches that is no int.
@@ -140,11 +153,12 @@ class MicroBatchTree:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        dp_group: dist.ProcessGroup | DeviceMesh | Group,
-        micro_batches: int,
+        dp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+        micro_batches: int | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self.group = resolve_dp_group(dp_group)
-        self.micro_batches = micro_batches
+        self.group = resolve_dp_group(dp_group) if mesh is None else _dp_of(mesh, dp_group)
         listed = list(parameters)
         given = [*dict.fromkeys(listed)]
         self._parameters = [p for p in given if p.requires_grad]
@@ -152,7 +166,12 @@ class MicroBatchTree:
         self._labels = [label_of(p, places[p]) for p in self._parameters]
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         compare_environments(self.group, device, "dp_group")
-        facts: dict[str, Any] = {"micro_batches": micro_batches, "number of parameters": len(self._parameters)}
+        marks = [chunks_of(p) for p in self._parameters]
+        facts: dict[str, Any] = {
+            "micro_batches": micro_batches,
+            "number of parameters": len(self._parameters),
+            "sequence_chunks": [None if mark is None else (mark.of, mark.group.size, mark.whole) for mark in marks],
+        }
         for label, p in zip(self._labels, self._parameters, strict=True):
             facts[label] = f"{p.dtype} {tuple(p.shape)}{_part_of(p, self.group)}"
         # of a model that fully_shard has sharded ranks take turns, also in steps that train its experts alone
@@ -169,8 +188,12 @@ class MicroBatchTree:
         facts["which of them are experts over data-parallel ranks"] = [
             [self._labels[i] for i in one] for one in experts
         ]
-        if self.group.size > 1:  # before anything that one rank alone could raise
-            compare(facts, self.group, device, name="dp_group", rule=_SAME_ARGUMENTS)
+        self._chunks = next((mark for mark in marks if mark is not None), Chunks(Group(None, 0, 1), 1))
+        self.cp_group = self._chunks.group
+        # before anything that one rank alone could raise
+        for group, name in ((self.group, "dp_group"), (self.cp_group, "cp_group")):
+            if group.size > 1:
+                compare(facts, group, device, name=name, rule=_SAME_ARGUMENTS)
         if gathered is not None:
             shape = tuple(self._parameters[gathered].shape)
             raise ValueError(
@@ -182,7 +205,9 @@ class MicroBatchTree:
             raise TypeError(f"micro_batches={micro_batches!r} is a {type(micro_batches).__name__}: pass an int")
         if micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+        self.micro_batches = micro_batches
         self._check_parameters()
+        self._check_chunks(mesh)
         self._fully_sharded = any(is_cut_by(p, self.group) for p in self._parameters)
         if self._fully_sharded:
             self._check_fully_sharded()
@@ -193,12 +218,49 @@ class MicroBatchTree:
         bounds = [0, *itertools.accumulate(split_sizes(micro_batches, ranks))]
         shares = [range(*pair) for pair in itertools.pairwise(bounds)]
         self._shares = [range(rank, micro_batches, ranks) for rank in range(ranks)] if self._take_turns else shares
-        self._nodes = [nodes_of(share, micro_batches) for share in shares]
+        # after the exchange over dp_group, and after that over cp_group: the nodes of each rank of the group
+        own, of_all = self._chunks.on(self.cp_group.rank), map(self._chunks.on, range(self.cp_group.size))
+        self._levels = [
+            (self.group, [self._nodes_of(own, share) for share in shares]),
+            (self.cp_group, [self._nodes_of(chunks, range(micro_batches)) for chunks in of_all]),
+        ]
+        if 1 in (sizes := [group.size for group, _ in self._levels]):
+            self._levels = [self._levels[sizes.index(max(sizes))]]
         self._experts = [
             ExpertSums([self._parameters[i] for i in indices], indices, self._labels, self.group, self._shares, self)
             for indices in experts
         ]
         self._start()
+
+    def _nodes_of(self, chunks: Iterable[int], share: range) -> list[tuple[int, int]]:
+        """The nodes that a rank has of these chunks of these micro-batches."""
+        return nodes_of((chunk * self.micro_batches + m for chunk in chunks for m in share), self._leaves)
+
+    @property
+    def _leaves(self) -> int:
+        return self._chunks.of * self.micro_batches
+
+    def _check_chunks(self, mesh: DeviceMesh | None) -> None:
+        begin = f"on rank {self.group.rank} of dp_group and {self.cp_group.rank} of cp_group"
+        for label, p in zip(self._labels, self._parameters, strict=True):
+            mark = chunks_of(p) or Chunks(Group(None, 0, 1), 1)
+            if (mark.of, mark.group) != (self._chunks.of, self.cp_group):
+                raise ValueError(
+                    f"{label} with shape {tuple(p.shape)} {begin} has a gradient for {mark.of} chunks of the sequence, "
+                    f"and others for {self._chunks.of}: call context_parallel_ of the module that holds them all"
+                )
+            if self._chunks.of > 1 and (expert_group(p) is not None or is_cut_by(p, self.group)):
+                what = "experts over data-parallel ranks" if expert_group(p) is not None else "sharded by fully_shard"
+                raise ValueError(
+                    f"{label} with shape {tuple(p.shape)} {begin} is {what}, which is not supported with "
+                    f"sequence_chunks={self._chunks.of}"
+                )
+        cp = 1 if mesh is None or "cp" not in (mesh.mesh_dim_names or ()) else mesh["cp"].size()
+        if mesh is not None and cp != self.cp_group.size:
+            raise ValueError(
+                f'the dim "cp" of mesh has {cp} ranks, and the parameters {begin} were given to context_parallel_, or '
+                f"parallelize, over {self.cp_group.size}: give both one mesh"
+            )
 
     def _check_parameters(self) -> None:
         if not self._parameters:
@@ -249,7 +311,7 @@ class MicroBatchTree:
             )
 
     def _start(self) -> None:
-        self._tree = BinaryTree(self.micro_batches)
+        self._trees = [BinaryTree(self._leaves) for _ in range(self._chunks.held)]  # of this rank's chunks
         self._added = self._counted = 0
         self._count: int | Tensor = 0
         self._has_grad = [False] * len(self._parameters)
@@ -272,35 +334,28 @@ class MicroBatchTree:
         Args:
             count: what reduce() divides by is the sum of these over all micro-batches: the number of valid tokens in
                 this one, or 1 for a mean over micro-batches. An int, or a 0-dim integer tensor, which is not waited
-                for. None everywhere: nothing is divided.
+                for. None everywhere: nothing is divided. Of whole sequences: the same on every rank of cp_group.
 
         Raises:
             TypeError: a count that is no integer, a gradient that is not dense, or is placed as its parameter is not.
             ValueError: fully_shard's reduction rounds to 16 bits.
             RuntimeError: a layer with fuse_wgrad_accumulation=True has added a gradient into main_grad; a parameter of
-                experts over data-parallel ranks has a .grad, which their layer does not give.
+                experts over data-parallel ranks has a .grad, which their layer does not give; so has one whose gradient
+                is a sum for each of several chunks.
         """
         refuse_fused(zip(self._labels, self._parameters, strict=True), f"MicroBatchTree on rank {self.group.rank}")
         if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
             raise TypeError(f"count={count!r} on rank {self.group.rank} must be an int or a 0-dim integer tensor")
         # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
         has_gradient = False
-        flat = torch.full((sum(self._sizes),), -0.0, dtype=torch.float32, device=self._parameters[0].device)
-        for index, part in zip(self._dense, flat.split(self._sizes), strict=True):
-            p = self._parameters[index]
-            if p.grad is None:
-                continue
-            placed = getattr(p.grad, "placements", None)
-            if p.grad.layout != torch.strided or placed != getattr(p, "placements", None):
-                raise TypeError(
-                    f"the gradient of {self._labels[index]} with shape {tuple(p.shape)} on rank {self.group.rank} is a "
-                    f"{type(p.grad).__name__} of layout {p.grad.layout}, placed as {placed}: only dense tensors are "
-                    "supported, placed as their parameter"
-                )
-            local = local_of(p.grad)
-            part.view(local.shape).copy_(local)
-            self._has_grad[index] = has_gradient = True
-            p.grad = None
+        size, device = (sum(self._sizes),), self._parameters[0].device
+        flats = [torch.full(size, -0.0, dtype=torch.float32, device=device) for _ in self._trees]
+        columns = zip(*(flat.split(self._sizes) for flat in flats), strict=True)
+        for index, parts in zip(self._dense, columns, strict=True):
+            for part, local in zip(parts, self._local_gradients(index), strict=True):
+                if local is not None:
+                    part.view(local.shape).copy_(local)
+                    self._has_grad[index] = has_gradient = True
         level = 0
         if self._fully_sharded:
             self._check_reduced()
@@ -312,11 +367,38 @@ class MicroBatchTree:
             for index in experts.add(self._added if expected else None):
                 self._has_grad[index] = True
         if expected:
-            self._tree.push(level, self.share[self._added] >> level, flat)
+            for chunk, tree, flat in zip(self._chunks.on(self.cp_group.rank), self._trees, flats, strict=True):
+                tree.push(level, chunk * self.micro_batches + self.share[self._added] >> level, flat)
         self._added += 1
         if count is not None:
             self._counted += 1
             self._count = self._count + count
+
+    def _local_gradients(self, index: int) -> list[Tensor | None]:
+        """Takes a parameter's gradient for each chunk of this rank."""
+        p, mark = self._parameters[index], self._chunks
+        begin = f"{self._labels[index]} with shape {tuple(p.shape)} on rank {self.group.rank}"
+        whole = mark.of > 1 and chunks_of(p).whole  # type: ignore[union-attr]
+        if mark.held > 1 and not whole:
+            sums = take_chunk_gradients(p)
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"{begin} of dp_group has a .grad, besides those of its {mark.held} chunks of the sequence: it is "
+                    "left of the step before (call optimizer.zero_grad(), with set_to_none=True), something has "
+                    "changed the NaN that stands there until add(), or another use of the parameter than its module's "
+                    "forward made it (a regulariser)"
+                )
+            return [None] * mark.held if sums is None else sums
+        grad, p.grad = p.grad, None
+        placed = getattr(grad, "placements", None)
+        if grad is not None and (grad.layout != torch.strided or placed != getattr(p, "placements", None)):
+            raise TypeError(
+                f"the gradient of {begin} is a {type(grad).__name__} of layout {grad.layout}, placed as "
+                f"{placed}: only dense tensors are supported, placed as their parameter"
+            )
+        if whole and self.cp_group.rank > 0:
+            grad = None  # it is rank 0's, with chunk 0
+        return [local_of(grad), *[None] * (mark.held - 1)]
 
     def _check_reduced(self) -> None:
         for reduction in {self._parameters[index].reduction for index in self._dense}:  # type: ignore[attr-defined]
@@ -357,10 +439,14 @@ class MicroBatchTree:
         divide_by, has_grad = self._agree(main_grad)
         if main_grad and any(map(is_dtensor, self._parameters)):
             raise ValueError("main_grad=True with parameters that are DTensors: Megatron's main_grad is a plain tensor")
-        pieces = [value for _, _, value in self._tree.nodes]
+        tree = BinaryTree(self._leaves)
+        for node in (node for of_chunk in self._trees for node in of_chunk.nodes):
+            tree.push(*node)
+        pieces = [value for _, _, value in tree.nodes]
         dtypes = {p.dtype for p in self._parameters}
         out_dtype = dtypes.pop() if len(dtypes) == 1 and not main_grad else torch.float32
-        self._tree.nodes.clear()
+        tree.nodes.clear()
+        self._trees.clear()
         if self._fully_sharded:
             (total,) = pieces
             total = total if divide_by is None else total / divide_by
@@ -386,10 +472,12 @@ class MicroBatchTree:
         """(the divisor, whether each parameter has a gradient on any rank), from the reports of all ranks."""
         own_report = [int(main_grad), self._added, self._counted, int(self._count), *map(int, self._has_grad)]
         header = torch.tensor(own_report, dtype=torch.int64, device=self._parameters[0].device)
-        reports = gather_major(header, self.group).tolist()
+        everyone = gather_major(gather_major(header, self.group), self.cp_group)  # [cp, dp, ..]
+        reports = everyone.flatten(0, 1).tolist()
         modes, added, counted, counts = (list(column) for column in list(zip(*reports, strict=True))[:4])
-        ranks = f"the {self.group.size} ranks of dp_group"
-        expected = [len(share) for share in self._shares]
+        cp = self.cp_group.size
+        ranks = f"the {self.group.size} ranks of dp_group" + (f", times {cp} of cp_group," if cp > 1 else "")
+        expected = [len(share) for share in self._shares] * cp
         if added != expected:
             raise RuntimeError(
                 f"{ranks} added {added} micro-batches, but micro_batches={self.micro_batches} gives them {expected}: "
@@ -402,6 +490,11 @@ class MicroBatchTree:
             raise RuntimeError(
                 f"{ranks} gave count= to {counted} of {added} calls of add(): give it to all of them or to none"
             )
+        if counts != counts[: self.group.size] * cp:
+            raise RuntimeError(
+                f"{ranks} gave the counts {counts}: give every rank of cp_group the count of whole sequences"
+            )
+        counts = counts[: self.group.size]
         if any(counted) and sum(counts) <= 0:
             raise ValueError(
                 f"the counts that {ranks} gave are {counts} in sum: gradients cannot be divided by {sum(counts)}; skip "
@@ -412,14 +505,34 @@ class MicroBatchTree:
 
     def _sum_over_ranks(self, pieces: list[Tensor], chunk: Tensor, divide_by: int | None) -> Tensor:
         """The sum over all ranks' nodes for this chunk's elements, in chunk's shape and dtype."""
-        # [elements, nodes], padded to the most nodes that a rank has: an all-to-all wants one shape everywhere
-        most = max(map(len, self._nodes))
-        padding = [torch.zeros_like(chunk, dtype=torch.float32) for _ in range(most - len(pieces))]
-        columns = torch.stack(pieces + padding, dim=1)
-        received = exchange_rows(columns, split_sizes(chunk.numel(), self.group.size), self.group)
-        tree = BinaryTree(self.micro_batches)
-        for theirs, nodes in zip(received, self._nodes, strict=True):
-            for column, (level, index) in enumerate(nodes):
-                tree.push(level, index, theirs[:, column])
-        mine = tree.root() if divide_by is None else tree.root() / divide_by
-        return gather_uneven(mine.to(chunk.dtype).contiguous(), 0, chunk.numel(), self.group)
+        none = chunk.new_empty((chunk.numel(), 0), dtype=torch.float32)  # of a rank without micro-batches
+        values, sizes = torch.stack(pieces, dim=1) if pieces else none, [chunk.numel()]  # [elements, nodes]
+        tree = BinaryTree(self._leaves)
+        for group, held in self._levels:
+            # padded to the most nodes that a rank has: an all-to-all wants one shape everywhere
+            padding = values.new_zeros(len(values), max(map(len, held)) - values.shape[1])
+            columns = torch.cat([values, padding], dim=1)
+            received = exchange_rows(columns, split_sizes(len(values), group.size), group)
+            tree.nodes.clear()
+            nodes = [
+                (level, index, theirs[:, column])
+                for theirs, of_rank in zip(received, held, strict=True)
+                for column, (level, index) in enumerate(of_rank)
+            ]
+            for node in sorted(nodes, key=lambda node: node[1] << node[0]):
+                tree.push(*node)
+            values = torch.stack([value for _, _, value in tree.nodes], dim=1) if tree.nodes else none
+            sizes.append(len(values))
+        mine = (tree.root() if divide_by is None else tree.root() / divide_by).to(chunk.dtype).contiguous()
+        for (group, _), size in zip(reversed(self._levels), reversed(sizes[:-1]), strict=True):
+            mine = gather_uneven(mine, 0, size, group)
+        return mine
+
+
+def _dp_of(mesh: DeviceMesh, dp_group: Any) -> Group:
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    if names is None:
+        raise TypeError(f"mesh={mesh!r} is a {type(mesh).__name__}: pass a DeviceMesh with mesh_dim_names")
+    if dp_group is not None:
+        raise ValueError('mesh and dp_group were both given: mesh["dp"] is dp_group, give one of them')
+    return resolve_dp_group(mesh["dp"]) if "dp" in names else Group(None, 0, 1)

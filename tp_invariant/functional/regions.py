@@ -160,6 +160,34 @@ def scatter_sequence(
     return _along_sequence(_scatter_sequence, "scatter_sequence", x, sequence_dim, resolve_group(tp_group))
 
 
+def sequence_part(x: Tensor, cp_group: dist.ProcessGroup | DeviceMesh | Group | None, dim: int = 1) -> Tensor:
+    """This rank's part of the sequence of token ids, targets or positions under context parallelism.
+
+        ids, targets = tpi.sequence_part(tokens[:, :-1], cp_group), tpi.sequence_part(tokens[:, 1:], cp_group)
+
+    x [.., S, ..], the same on every rank of cp_group -> [.., S/cp, ..], contiguous: consecutive tokens, in rank order.
+    No collective. Shift targets before, as above: a part's last target is the next part's first token.
+
+    Raises:
+        IndexError: x has no such dim.
+        ValueError: the degree does not divide S; x needs a gradient, which `regions.scatter_sequence` completes.
+    """
+    group = resolve_group(cp_group)
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"dim={dim} is out of range on rank {group.rank} of cp_group: x has {x.dim()} dims")
+    if x.requires_grad:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} on rank {group.rank} of cp_group needs a gradient, of which a rank would "
+            "have its part alone: use tpi.regions.scatter_sequence"
+        )
+    if x.shape[dim] % group.size:
+        raise ValueError(
+            f"dim {dim} of x with shape {tuple(x.shape)} on rank {group.rank} of cp_group is the sequence: its length "
+            f"must be a multiple of the context parallel degree {group.size}"
+        )
+    return _part(x, dim, group).contiguous()
+
+
 # --- along the features ---------------------------------------------------------------------------------------------
 
 

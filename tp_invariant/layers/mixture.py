@@ -52,15 +52,16 @@ class Router(Linear):
     def _product_dtype(self, device: torch.device) -> torch.dtype | None:
         return torch.float32 if self.logits_in_fp32 else super()._product_dtype(device)
 
-    def forward(self, x: Tensor) -> Any:
-        weights, index, _ = self.with_logits(x)
-        return weights, index
+    def forward(self, x: Tensor, return_logits: bool = False) -> Any:
+        logits = super().forward(x)
+        dtype = torch.float32 if self.weights_in_fp32 else x.dtype
+        chosen = route(logits, self.routing, self.e_score_correction_bias, dtype)
+        return (*chosen, logits) if return_logits else chosen
 
     def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(weights, index, logits [.., E]): for the losses of functional/router_losses.py."""
-        logits = super().forward(x)
-        dtype = torch.float32 if self.weights_in_fp32 else x.dtype
-        return *route(logits, self.routing, self.e_score_correction_bias, dtype), logits
+        weights, index, logits = self.forward(x, True)
+        return weights, index, logits
 
 
 class MixtureOfExperts(nn.Module):
