@@ -436,11 +436,12 @@ def backward(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
     mask_grad: bool = False,
+    key_parts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py. `out` and `lse` are the results of forward for the same inputs."""
     packed, options = as_options(spec, lengths)
     dmask = torch.zeros(mask.shape, device=q.device) if mask is not None and mask_grad else None
-    dq, dk, dv, delta = run(_prepare, (dout, q, k, v, out, lse, mask, dmask, *packed), *options)
+    dq, dk, dv, delta = run(_prepare, (dout, q, k, v, out, lse, mask, dmask, *packed), key_parts, *options)
     return dq, dk, dv, sink_grads(sinks, delta, lse), dmask
 
 
@@ -467,14 +468,15 @@ def _prepare(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others
 
 def _prepare_taken(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, dmask: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, *options: Any,
+    cu_q: Tensor | None, cu_k: Tensor | None, key_parts: bool, *options: Any,
 ) -> Callable:  # fmt: skip
     """The same of a head size that kernels take."""
     dtype, device, index, launch_index = q.dtype, q.device, q.device.index, q.get_device()
-    grads = [((*x.shape,), strides_of_heads(x.shape)) for x in (q, k, v)]
+    of_keys, of_key_dtype = (k.shape, dtype) if not key_parts else ((*q.shape[:2], *k.shape[2:]), torch.float32)
+    grads = [((*q.shape,), dtype), *[((*of_keys,), of_key_dtype)] * 2]
 
     def results() -> list[Tensor]:
-        return [torch.empty_strided(*sizes, dtype=dtype, device=device) for sizes in grads]
+        return [torch.empty_strided(x, strides_of_heads(x), dtype=kind, device=device) for x, kind in grads]
 
     if q.numel() == 0 or k.numel() == 0:
         return lambda dout, q, k, v, out, lse, *_: (*(grad.zero_() for grad in results()), torch.zeros_like(lse))
@@ -540,11 +542,11 @@ def _prepare_taken(
         dq, dk, dv = results()
         delta = torch.empty_like(lse)
         launch_delta(out, dout, delta, *numbers_of_delta)
-        parts = (dk, dv) if groups == 1 else new_parts().unbind(0)
+        parts = new_parts().unbind(0) if groups > 1 and not key_parts else (dk, dv)
         for launch, q_block, dout_block, row_block, numbers in key_launches:
             of_rows = row_block(lse), row_block(delta)
             launch(q_block(q), dout_block(dout), *of_rows, k, v, *parts, *packed, mask, *numbers)
-        if groups > 1:
+        if groups > 1 and not key_parts:
             launch_sum(*parts, dk, dv, totals, groups)
         launch_dq(q, dout, k_block(k), v_block(v), lse, delta, dq, *packed, mask, *matrix, dmask, *numbers_of_dq)
         return dq, dk, dv, delta

@@ -225,10 +225,14 @@ def backward(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
     mask_grad: bool = False,
+    key_parts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See spec.py."""
-    groups = q.shape[1] // k.shape[1]
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    groups, of_keys = q.shape[1] // k.shape[1], torch.float32 if key_parts else k.dtype
+    if key_parts:
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (torch.empty_like(x, dtype=of_keys, memory_format=torch.contiguous_format) for x in (k, v))
     dmask = None if mask is None or not mask_grad else torch.zeros(mask.shape, device=mask.device)
     of_mask = None if dmask is None else dmask.unflatten(1, (-1, groups)).flatten(0, 1)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):

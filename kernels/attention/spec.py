@@ -3,7 +3,7 @@
 Both have the same two functions and the same contract:
 
     forward(q, k, v, spec, lengths=None, sinks=None, mask=None) -> out, lse
-    backward(dout, q, k, v, out, lse, spec, lengths=None, sinks=None, mask=None, mask_grad=False)
+    backward(dout, q, k, v, out, lse, spec, lengths=None, sinks=None, mask=None, mask_grad=False, key_parts=False)
         -> dq, dk, dv, dsinks, dmask
         q         [B, Hq, Sq, D]     any strides; Hq a multiple of Hkv, and query heads
         k, v      [B, Hkv, Sk, D]    i Hq/Hkv .. share key head i
@@ -23,7 +23,7 @@ Query i is at key position Sk - Sq + i, the last query at the last key, as in fl
 processed from position 0 of their sequence in blocks that depend only on dtype and head size. So the bits of
 out[b, h, i] depend only on q[b, h, i], k[b, h'] and v[b, h']: they are the same in a full prefill, a chunk or one
 decode step, in any batch, packing or slice of the heads. dk and dv of a key head are the sums of its query heads' fp32
-parts, in head order, rounded once.
+parts, in head order, rounded once. With key_parts these parts are returned in place of dk and dv, [B, Hq, Sk, D] fp32.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tp_invariant as tpi
+from tp_invariant.functional import attention_kernels
 
 attention_module = sys.modules["tp_invariant.functional.attention"]  # tpi.attention is the function
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -390,8 +391,9 @@ def test_compiled_whole_it_has_the_same_bits(device):
 def test_selective_checkpointing_sees_the_operator(device, monkeypatch):
     """Its result is saved, so forward runs once; without selective checkpointing no operator runs."""
     data = tensors(device, torch.float32 if device == "cpu" else torch.bfloat16, 1, 4, 2, 40, 40, 64)
-    forward, runs = attention_module._kernel(data[0]).forward, []
-    monkeypatch.setattr(attention_module._kernel(data[0]), "forward", lambda *args: runs.append(0) or forward(*args))
+    kernel, runs = attention_kernels.kernel_for(data[0]), []
+    forward = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda *args: runs.append(0) or forward(*args))
 
     def policy(context, op, *args, **options):
         ours = op is torch.ops.tp_invariant.attention.default
@@ -418,7 +420,7 @@ def test_graphs_and_fake_tensors_hold_the_operator(monkeypatch):
         made = make_fx(lambda *x: tpi.attention(*x, causal=True), tracing_mode=mode)(*(x + 1 for x in data))
         assert torch.ops.tp_invariant.attention.default in [node.target for node in made.graph.nodes]
         assert_same_bytes({"out": made(*data)}, {"out": expected}, mode)
-    monkeypatch.setattr(attention_module, "_kernel", None)
+    monkeypatch.setattr(attention_kernels, "kernel_for", None)
     for options in (dict(causal=True), dict(cu_seqlens_q=cu), dict(cu_seqlens_q=cu, max_seqlen_q=27)):
         with FakeTensorMode() as fakes:
             fake = {name: fakes.from_tensor(x) if isinstance(x, Tensor) else x for name, x in options.items()}

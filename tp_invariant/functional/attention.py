@@ -16,20 +16,21 @@ torch.library.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.collectives import Group
 from ..core.compiled import define, with_derivative
 from ..core.dtensors import refuse_dtensor
 from ..core.elementwise import inside_a_layer
 from ..core.graph_breaks import outside_of_graphs
 from ..core.torch_private import dispatch_modes
-from ..kernels.attention.spec import CHUNK, AttentionSpec, PackedLengths, bias_grad, empty_heads
-from ..kernels.select import select
+from ..kernels.attention.spec import CHUNK, AttentionSpec, empty_heads
 from .attention_checks import (
     check_first_key,
     check_first_keys,
@@ -42,8 +43,10 @@ from .attention_checks import (
     in_autocasts_dtype,
     number,
 )
+from .attention_kernels import backward, forward, lengths_of, of_lengths
+from .context_parallel import check_parts, context_attention, resolve_cp_group, share_call_error
 
-_KERNEL_HEAD_DIM = 256  # the largest that kernels/attention/forward.py takes
+_ALONE = Group(None, 0, 1)
 _MAX_WINDOW = 2**30  # no sequence is longer, and an operator's integers have 64 bits
 
 
@@ -63,6 +66,7 @@ def attention(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
     first_key: int | Tensor = 0,
+    cp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
 ) -> Tensor:
     """softmax(scale q kᵀ) v for each head, with bits that do not depend on other heads, sequences or queries.
 
@@ -99,45 +103,58 @@ def attention(
         first_key: the position of k's first key in its sequence: of a cache that has dropped the keys before it, which
             the window has passed. The bits are those of a call with all keys; k and v are copied. With packed
             sequences int32 [sequences], one for each; nothing is copied, and there are no gradients.
+        cp_group: context parallelism: a ProcessGroup or 1-D DeviceMesh of P ranks, each of which passes its consecutive
+            part of the tokens, q [B, h, S/P, D], k [B, kv, S/P, D] and v, and gets out [B, h, S/P, E]. The bits are
+            those of one rank. P divides h; queries and keys are of the same tokens, without a cache. cu_seqlens_q,
+            cu_seqlens_k, sinks and mask are whole, the same on every rank, and so are the gradients of the last two.
+            Heads travel for tokens (context_parallel.py).
 
     Raises:
         ValueError: shapes, devices or options that are not compatible.
         TypeError: a dtype that is not supported; an argument of the wrong type, such as a tensor in place of a number.
         NotImplementedError: another kind of device; in backward, a second derivative.
-        RuntimeError: forward-mode derivatives.
+        RuntimeError: forward-mode derivatives; with cp_group, ranks whose calls differ, the same error on every rank.
     """
     with inside_a_layer():
-        for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("mask", mask)):
-            refuse_dtensor(x, name)
-        q, k, v = in_autocasts_dtype(q, k, v)
-        if q.device.type not in ("cuda", "cpu"):
-            raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
-        check_tensors(q, k, v)
-        if sinks is not None:
-            check_sinks(sinks, q)
-            sinks = sinks.float()
-        if mask is not None:
-            check_mask(mask, q, k, "mask")
-            mask = mask[(None,) * (4 - mask.dim())]
-            check_mask_use(mask, q, packed=cu_seqlens_q is not None)
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
-        q, scale, softcap = check_score_options(q, scale, softcap)
-        window = number(window, int, "window")
-        max_seqlen_q = number(max_seqlen_q, int, "max_seqlen_q")
-        max_seqlen_k = number(max_seqlen_k, int, "max_seqlen_k")
-        if window is not None and (window < 1 or not causal):
-            raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-        cu_seqlens_k, max_seqlen_k = check_packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        first_keys = None
-        if isinstance(first_key, Tensor):
-            first_keys = first_key
-            check_first_keys(first_keys, cu_seqlens_q, cu_seqlens_k, window, (q, k, v, sinks))
-        else:
-            first_key = int(number(first_key, int, "first_key") or 0)
-            check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
-            if first_key:
-                k, v, mask = from_whole_chunks(k, v, mask, first_key)
+        group = _ALONE if cp_group is None else resolve_cp_group(cp_group)
+        try:
+            for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("mask", mask)):
+                refuse_dtensor(x, name)
+            q, k, v = in_autocasts_dtype(q, k, v)
+            if q.device.type not in ("cuda", "cpu"):
+                raise NotImplementedError(f"q is on {q.device}: attention runs on cuda and cpu")
+            check_tensors(q, k, v)
+            if group.size > 1:
+                check_parts(q, k, first_key, group)
+            if sinks is not None:
+                check_sinks(sinks, q)
+                sinks = sinks.float()
+            if mask is not None:
+                whole = (*q.shape[:2], q.shape[2] * group.size, k.shape[2] * group.size)
+                check_mask(mask, whole, q.device, "mask")
+                mask = mask[(None,) * (4 - mask.dim())]
+                check_mask_use(mask, q, packed=cu_seqlens_q is not None)
+            if not isinstance(causal, bool):
+                raise TypeError(f"causal is a {type(causal).__name__}: it must be True or False")
+            q, scale, softcap = check_score_options(q, scale, softcap)
+            window = number(window, int, "window")
+            max_seqlen_q = number(max_seqlen_q, int, "max_seqlen_q")
+            max_seqlen_k = number(max_seqlen_k, int, "max_seqlen_k")
+            if window is not None and (window < 1 or not causal):
+                raise ValueError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
+            cu_seqlens_k, max_seqlen_k = check_packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            first_keys = None
+            if isinstance(first_key, Tensor):
+                first_keys = first_key
+                check_first_keys(first_keys, cu_seqlens_q, cu_seqlens_k, window, (q, k, v, sinks))
+            else:
+                first_key = int(number(first_key, int, "first_key") or 0)
+                check_first_key(q, k, first_key, window, cu_seqlens_q is not None)
+                if first_key:
+                    k, v, mask = from_whole_chunks(k, v, mask, first_key)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            share_call_error(error, group, q)
+            raise
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         if value_dim < head_dim:
             v = F.pad(v, (0, head_dim - value_dim))
@@ -147,6 +164,9 @@ def attention(
         seen = min(window or 0, _MAX_WINDOW)
         options = max_seqlen_q or 0, max_seqlen_k or 0, causal, scale, seen, softcap or 0.0
         out: Tensor
+        if group.size > 1:
+            out = context_attention(*tensors, options, group)
+            return out if out.shape[-1] == value_dim else out[..., :value_dim]
         is_traced = _is_traced(*(x for x in (q, k, v, sinks, mask) if x is not None))
         if first_keys is not None:
             if is_traced:
@@ -155,8 +175,8 @@ def attention(
                     "of them (torch.compiler.disable)"
                 )
             longest = max_seqlen_q or 0, max_seqlen_k or 0
-            lengths = _lengths(q, k, cu_seqlens_q, cu_seqlens_k, *longest, check=True, first_keys=first_keys)
-            out, _ = _of_lengths(q, k, v, sinks, mask, AttentionSpec(causal, scale, seen, softcap or 0.0), lengths)
+            lengths = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *longest, check=True, first_keys=first_keys)
+            out, _ = of_lengths(q, k, v, sinks, mask, AttentionSpec(causal, scale, seen, softcap or 0.0), lengths)
         elif is_traced:
             out, _ = _operator(*tensors, *options)
         else:
@@ -190,95 +210,6 @@ def _is_traced(*tensors: Tensor) -> bool:
 # --- forward and backward -------------------------------------------------------------------------------------------
 
 
-def _kernel(q: Tensor) -> Any:
-    """The module that computes attention of q."""
-    return select("attention", "cuda" if q.is_cuda and q.shape[-1] <= _KERNEL_HEAD_DIM else "cpu")
-
-
-def _lengths(
-    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, check: bool,
-    first_keys: Tensor | None = None,
-) -> PackedLengths | None:  # fmt: skip
-    """None without packing. max_q and max_k are 0 if not known.
-
-    check: whether to check lengths on CUDA; backward does not repeat what its forward has checked.
-    first_keys: attention's first_key of packed sequences.
-    """
-    if cu_q is None or cu_k is None:
-        return None
-    max_lengths: list[int] = []
-    for name, x, cu, longest in (("q", q, cu_q, max_q), ("k", k, cu_k, max_k)):
-        if cu.is_cuda and longest:
-            if check and not (max_lengths and cu is cu_q and (max_k, k.shape[2]) == (max_q, q.shape[2])):
-                _assert_lengths(cu, x.shape[2], longest, name)
-        else:
-            starts = cu.tolist()
-            sizes = [stop - start for start, stop in itertools.pairwise(starts)]
-            if starts[0] != 0 or starts[-1] != x.shape[2] or min(sizes) < 0:
-                raise ValueError(f"cu_seqlens_{name}={starts} must rise from 0 to {x.shape[2]}, the tokens of {name}")
-            if longest and longest < max(sizes):
-                raise ValueError(
-                    f"max_seqlen_{name}={longest} is less than the longest sequence: pass at least {max(sizes)}"
-                )
-            longest = longest or max(sizes)
-        max_lengths.append(longest)
-    if first_keys is not None:
-        cu_k = torch.stack([cu_k, F.pad(first_keys % CHUNK, (0, 1))], 1)
-        max_lengths[1] += CHUNK - 1
-    max_q, max_k = max_lengths
-    return PackedLengths(cu_q.contiguous(), cu_k.contiguous(), max_q, max_k)
-
-
-def _assert_lengths(cu: Tensor, tokens: int, longest: int, name: str) -> None:
-    """The same check by the device; the host does not wait for it."""
-    sizes = cu.diff()
-    fits = (sizes.clamp(0, longest) == sizes).all()
-    torch.ops.aten._assert_async.msg(fits, f"cu_seqlens_{name} must rise, by at most max_seqlen_{name}={longest}")
-    torch.ops.aten._assert_async.msg(
-        (cu[0] == 0) & (cu[-1] == tokens), f"cu_seqlens_{name} must go from 0 to the tokens of {name}"
-    )
-
-
-def _as_kernels_take(
-    q: Tensor, k: Tensor, sinks: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    whole = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-    return None if sinks is None else sinks.contiguous(), whole
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, cu_q: Tensor | None,
-    cu_k: Tensor | None, max_q: int, max_k: int, causal: bool, scale: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, h, Sq, D], lse [B, h, Sq]; kernels/attention/spec.py says what they are."""
-    lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k, check=True)
-    return _of_lengths(q, k, v, sinks, mask, AttentionSpec(causal, scale, window, softcap), lengths)
-
-
-def _of_lengths(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, spec: AttentionSpec,
-    lengths: PackedLengths | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sinks, mask = _as_kernels_take(q, k, sinks, mask)
-    out, lse = _kernel(q).forward(q, k, v, spec, lengths, sinks, mask)
-    return out, lse
-
-
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, mask: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, mask_grad: bool, max_q: int, max_k: int, causal: bool, scale: float,
-    window: int, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dsinks, dmask, in the shapes of q, k, v, sinks, mask; an empty tensor for what is not asked for."""
-    spec, lengths = AttentionSpec(causal, scale, window, softcap), _lengths(q, k, cu_q, cu_k, max_q, max_k, check=False)
-    options = _as_kernels_take(q, k, sinks, mask)
-    dq, dk, dv, dsinks, dmask = _kernel(q).backward(dout, q, k, v, out, lse, spec, lengths, *options, mask_grad)
-    if dmask is not None and mask is not None:
-        dmask = bias_grad(dmask, mask.shape).to(mask.dtype)
-    empty = lse.new_empty(0)
-    return dq, dk, dv, empty if dsinks is None else dsinks, empty.clone() if dmask is None else dmask
-
-
 class _Attention(torch.autograd.Function):
     """out = softmax(cap(scale q kᵀ)) v, in eager mode; kernels/attention/spec.py has the formulas.
 
@@ -300,7 +231,7 @@ class _Attention(torch.autograd.Function):
         cu_k: Tensor | None,
         options: tuple,
     ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, mask, cu_q, cu_k, *options)
+        out, lse = forward(q, k, v, sinks, mask, cu_q, cu_k, *options)
         ctx.save_for_backward(q, k, v, out, lse, sinks, mask, cu_q, cu_k)
         ctx.options = options
         return out
@@ -308,8 +239,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @outside_of_graphs("a compiler may compute a gradient's sums in another order")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        arguments = dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options
-        differentiate = _AttentionBackward.apply if torch.is_grad_enabled() else _backward
+        arguments = dout, *ctx.saved_tensors, ctx.needs_input_grad[4], False, *ctx.options
+        differentiate = _AttentionBackward.apply if torch.is_grad_enabled() else backward
         return _gradients(ctx, differentiate(*arguments))[:8]
 
 
@@ -318,7 +249,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        return _backward(*arguments)
+        return backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -326,7 +257,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, of_tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Of all arguments of _forward; autograd takes no gradient for None."""
+    """Of all arguments of forward; autograd takes no gradient for None."""
     wanted = [x if needs else None for x, needs in zip(of_tensors, ctx.needs_input_grad, strict=False)]
     return *wanted, *[None] * 8
 
@@ -358,7 +289,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, _backward_operator(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], *ctx.options))
+    return _gradients(ctx, _backward_operator(dout, *ctx.saved_tensors, ctx.needs_input_grad[4], False, *ctx.options))
 
 
 def _as_operator(name: str, kernel: Any, fake: Any, derivative: Any, save: Any) -> Any:
@@ -366,5 +297,5 @@ def _as_operator(name: str, kernel: Any, fake: Any, derivative: Any, save: Any) 
     return with_derivative(define(name, schema, kernel, fake), schema, derivative, save)
 
 
-_operator = _as_operator("attention", _forward, _forward_fake, _differentiate, _save)
-_backward_operator = _as_operator("attention_backward", _backward, _backward_fake, _refuse, lambda *_: None)
+_operator = _as_operator("attention", forward, _forward_fake, _differentiate, _save)
+_backward_operator = _as_operator("attention_backward", backward, _backward_fake, _refuse, lambda *_: None)

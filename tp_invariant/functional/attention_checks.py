@@ -95,19 +95,19 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         )
 
 
-def check_mask(mask: Tensor, q: Tensor, k: Tensor, name: str) -> None:
+def check_mask(mask: Tensor, scores: Sequence[int], device: torch.device, name: str) -> None:
+    """scores: [B, heads, queries, keys]"""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype in DTYPES):
         kind = str(mask.dtype) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise TypeError(
             f"{name} is {kind}: it must be a tensor of torch.bool, True where a query sees a key (mask.bool()), or "
             f"of a floating point dtype ({', '.join(map(str, DTYPES))}), added to the scores"
         )
-    scores = (*q.shape[:3], k.shape[2])
     fit = mask.dim() <= 4 and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
-    if not fit or mask.device != q.device:
+    if not fit or mask.device != device:
         raise ValueError(
             f"{name} is {tuple(mask.shape)} on {mask.device}: it must broadcast to [B, heads, queries, keys], here "
-            f"{scores}, on {q.device}"
+            f"{tuple(scores)}, on {device}"
         )
 
 

@@ -61,7 +61,7 @@ def safe_attention(
     q, k, v = in_autocasts_dtype(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
     if attn_mask is not None:
-        check_mask(attn_mask, q, k, "attn_mask")
+        check_mask(attn_mask, (*q.shape[:3], k.shape[2]), q.device, "attn_mask")
         if is_causal:
             raise ValueError("attn_mask and is_causal=True exclude each other: put both into one mask")
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)

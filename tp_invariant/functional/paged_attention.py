@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.attention.spec import AttentionSpec, PackedLengths
 from ..kernels.dtypes import DTYPES
-from . import attention as contiguous
+from . import attention_kernels
 from .attention_checks import check_score_options, check_sinks, number
 
 
@@ -85,5 +85,5 @@ def paged_attention(
     lengths = PackedLengths(
         cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k, page_table.contiguous()
     )
-    out: Tensor = contiguous._kernel(q).forward(q, k, v, spec, lengths, sinks)[0]
+    out: Tensor = attention_kernels.kernel_for(q).forward(q, k, v, spec, lengths, sinks)[0]
     return out

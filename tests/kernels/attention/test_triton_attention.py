@@ -5,6 +5,7 @@ In fp32 only, because the interpreter is wrong in bf16. tests/functional/test_at
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from dataclasses import replace
@@ -24,12 +25,13 @@ from attention_cases import (
 )  # fmt: skip
 
 import tp_invariant as tpi
+from tp_invariant.functional import attention_kernels
 from tp_invariant.hugging_face.masks import VisibleKeys
 from tp_invariant.hugging_face.masks import attend as attend_visible
 from tp_invariant.kernels import plans
 from tp_invariant.kernels.attention import backward as attention_backward
 from tp_invariant.kernels.attention import forward as kernels
-from tp_invariant.kernels.attention import spec
+from tp_invariant.kernels.attention import reference, spec
 from tp_invariant.kernels.attention.tiles import Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter, on a CPU")
@@ -39,7 +41,7 @@ SMALL = {**KINDS, "window": dict(causal=True, window=20)}
 @pytest.fixture(autouse=True)
 def small_kernels(monkeypatch):
     """tpi.attention by these kernels, with several tiles and chunks for a few keys."""
-    monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "_kernel", lambda q: kernels)
+    monkeypatch.setattr(attention_kernels, "kernel_for", lambda q: kernels)
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "_MERGE_WIDTH", 2)
@@ -65,6 +67,23 @@ def test_values(queries, keys, heads, kind):
     for name, value in exact.items():
         errors = [float((x[name].double() - value).norm() / value.norm()) for x in (ours, theirs)]
         assert errors[0] <= max(1.2 * errors[1], 4 * torch.finfo(torch.float32).eps), (name, errors)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)], ids=str)
+def test_parts_of_the_gradients_of_keys(heads):
+    """key_parts: added in head order they are dk and dv, and so are they of the reference."""
+    q, k, v, dout = data(40, 40, *heads)
+    groups = heads[0] // heads[1]
+    of_call = spec.AttentionSpec(True, 0.3), None, None, None, False
+    for module in (kernels, reference):
+        out, lse = module.forward(q, k, v, *of_call[:2])
+        whole = module.backward(dout, q, k, v, out, lse, *of_call)
+        parts = module.backward(dout, q, k, v, out, lse, *of_call, True)
+        assert_same_bytes({"dq": parts[0]}, {"dq": whole[0]}, "the queries'")
+        for name, of_heads, summed in zip(("dk", "dv"), parts[1:3], whole[1:3], strict=True):
+            assert of_heads.shape == q.shape and of_heads.dtype == torch.float32
+            first, *others = of_heads.unflatten(1, (-1, groups)).unbind(2)
+            assert_same_bytes({name: functools.reduce(torch.add, others, first)}, {name: summed}, module.__name__)
 
 
 def with_sinks(heads, **options):
@@ -187,6 +206,7 @@ def test_a_cache_that_has_dropped_keys(monkeypatch, kind):
 def test_packed_sequences_that_have_dropped_keys(monkeypatch):
     """In one call for steps, whose chunks another kernel folds, and with longer ones; neighbours have NaN."""
     monkeypatch.setattr(sys.modules["tp_invariant.functional.attention"], "CHUNK", 32)
+    monkeypatch.setattr(attention_kernels, "CHUNK", 32)
     q, k, v, _ = data(100, 100)
     options = dict(causal=True, window=20)
     whole, differ = tpi.attention(q, k, v, **options), 0
