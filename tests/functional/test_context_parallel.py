@@ -217,7 +217,7 @@ def wrong_call(group, kind):
         ("a cache", 2, ("q has 1 tokens and k 4 on rank", "cache", "cross-attention")),
         ("first_key", 2, ("first_key is given on rank",)),
         ("tokens", 2, ("the shape of q", "(1, 6, 1, 8)", "(1, 6, 4, 8)", "cp_group")),
-        ("all tokens", 2, ("q of attention with cp_group", "the same", "Pass this rank's part of the tokens")),
+        ("all tokens", 2, ("q of attention", "the same", "Pass this rank's part of the tokens")),
         ("mask", 2, ("mask is (2, 2)", "(1, 6, 8, 8)")),
         ("mask of one rank", 2, ("rank 1", "mask is (2, 2)")),
         ("window", 2, ("the options of attention",)),

@@ -44,7 +44,7 @@ from .attention_checks import (
     number,
 )
 from .attention_kernels import backward, forward, lengths_of, of_lengths
-from .context_parallel import check_parts, context_attention, resolve_cp_group, share_call_error
+from .context_parallel import check_parts, context_attention, of_one_size, resolve_cp_group, share_call_error
 
 _ALONE = Group(None, 0, 1)
 _MAX_WINDOW = 2**30  # no sequence is longer, and an operator's integers have 64 bits
@@ -155,11 +155,8 @@ def attention(
         except (TypeError, ValueError, NotImplementedError) as error:
             share_call_error(error, group, q)
             raise
-        head_dim, value_dim = q.shape[-1], v.shape[-1]
-        if value_dim < head_dim:
-            v = F.pad(v, (0, head_dim - value_dim))
-        elif value_dim > head_dim:
-            q, k = (F.pad(x, (0, value_dim - head_dim)) for x in (q, k))
+        value_dim = v.shape[-1]
+        q, k, v = of_one_size(q, k, v)
         tensors = q, k, v, sinks, mask, cu_seqlens_q, cu_seqlens_k
         seen = min(window or 0, _MAX_WINDOW)
         options = max_seqlen_q or 0, max_seqlen_k or 0, causal, scale, seen, softcap or 0.0

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..comm.collectives import Group
 from ..core.dtensors import as_dtensor, is_dtensor
 from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundLayers, call_in_whole_vectors
 from ..core.mode import is_tp_invariant_mode_enabled
@@ -24,6 +25,7 @@ from ..core.module_hooks import with_key
 from ..core.torch_private import forward_pre_hooks_of, function_modes
 from .attention import attention
 from .attention_checks import check_mask, in_autocasts_dtype
+from .context_parallel import of_own_heads, with_all_tokens
 
 
 def safe_attention(
@@ -37,6 +39,7 @@ def safe_attention(
     softcap: float | None = None,
     enable_gqa: bool = False,
     sinks: Tensor | None = None,
+    cp_group: Group | None = None,
 ) -> Tensor:
     """softmax(scale q kᵀ + mask) v for each head; a head's bits do not depend on which other heads are in the call.
 
@@ -50,7 +53,7 @@ def safe_attention(
         scale: 1 / sqrt(D) if None.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2).
         enable_gqa: allows h to be a multiple of kv; query heads i * h / kv .. share key head i.
-        sinks: as in `attention`.
+        sinks, cp_group: as in `attention`; S and T are then this rank's part, and attn_mask is whole.
 
     A query that sees no key gives zeros. Under torch.autocast, q, k and v are cast to autocast's dtype.
 
@@ -61,10 +64,11 @@ def safe_attention(
     q, k, v = in_autocasts_dtype(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
     if attn_mask is not None:
-        check_mask(attn_mask, (*q.shape[:3], k.shape[2]), q.device, "attn_mask")
+        parts = 1 if cp_group is None else cp_group.size
+        check_mask(attn_mask, (*q.shape[:2], q.shape[2] * parts, k.shape[2] * parts), q.device, "attn_mask")
         if is_causal:
             raise ValueError("attn_mask and is_causal=True exclude each other: put both into one mask")
-    options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks, cp_group=cp_group)
     if attn_mask is not None:
         return attention(q, k, v, mask=attn_mask, **options)
     return _without_mask(q, k, v, is_causal, **options)
@@ -83,7 +87,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> Tensor:
     """As SDPA, whose first query is at the position of the first key; `attention` aligns the last query and key."""
-    if not is_causal or q.shape[2] == k.shape[2]:
+    if not is_causal or q.shape[2] == k.shape[2] or options["cp_group"] is not None:
         return attention(q, k, v, causal=is_causal, **options)
     both = min(q.shape[2], k.shape[2])
     out = attention(q[:, :, :both], k[:, :, :both], v[:, :, :both], causal=True, **options)
@@ -109,9 +113,9 @@ CheckMask = Callable[[Any, str], None]
 class _Reroute(AroundLayers):
     """Reads the mode at each call, because an interrupt in a forward skips the hook that would remove this object."""
 
-    def __init__(self, check_mask: CheckMask | None = None) -> None:
+    def __init__(self, check_mask: CheckMask | None = None, cp_group: Group | None = None) -> None:
         super().__init__()
-        self.check_mask = check_mask
+        self.check_mask, self.cp_group = check_mask, cp_group
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -121,8 +125,10 @@ class _Reroute(AroundLayers):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             if is_tp_invariant_mode_enabled():
-                return _safe_sdpa(*args, check_dropout=self.check_mask, **kwargs)
-            return func(*args, **kwargs)
+                return _safe_sdpa(*args, check_dropout=self.check_mask, cp_group=self.cp_group, **kwargs)
+            return (
+                func(*args, **kwargs) if self.cp_group is None else stock_sdpa(*args, cp_group=self.cp_group, **kwargs)
+            )
         if not is_tp_invariant_mode_enabled():
             return func(*args, **kwargs)
         if func not in _DROPOUTS:
@@ -148,21 +154,50 @@ def _safe_sdpa(
     enable_gqa: bool = False,
     *,
     check_dropout: CheckMask | None = None,
+    cp_group: Group | None = None,
 ) -> Tensor:
     layout = _layout_of(query, key, value)
     q, k, v = (x.to_local() if is_dtensor(x) else x for x in (query, key, value))
     mask = _whole_mask(attn_mask)
     options: dict[str, Any] = dict(attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if dropout_p:
-        if check_dropout is None or (layout is not None and not all(p.is_replicate() for p in layout[1])):
+        if (
+            check_dropout is None
+            or cp_group is not None
+            or (layout is not None and not all(p.is_replicate() for p in layout[1]))
+        ):
             refuse_dropout(dropout_p, "dropout_p")
         else:
             check_dropout(q.grad_fn, f"dropout_p={dropout_p} of scaled_dot_product_attention")
         with torchs_attention():
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
     else:
-        out = safe_attention(q, k, v, **options)
+        out = safe_attention(q, k, v, cp_group=cp_group, **options)
     return out if layout is None else as_dtensor(out, layout, "the output of scaled_dot_product_attention")
+
+
+def stock_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    cp_group: Group,
+) -> Tensor:
+    """With the mode off, torch's own, of all tokens of this rank's heads; attn_mask is whole."""
+    heads, scale = query.shape[1], query.shape[-1] ** -0.5 if scale is None else scale
+    mask = attn_mask if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    mask = of_own_heads(mask, 1, heads, cp_group)
+    options: dict[str, Any] = dict(attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
+
+    return with_all_tokens(attend, query, key, value, cp_group)
 
 
 def torchs_attention() -> Any:
@@ -213,10 +248,12 @@ class SafeSdpa:
     pass a module to torch.utils.checkpoint, as transformers does with its layers.
 
     check_mask: is called where the module's code draws a dropout mask; None: attention with dropout is refused.
+    cp_group: of a module that gets this rank's part of the tokens. Its attention is then `attention(.., cp_group=..)`,
+        and with the mode off torch's between the same exchanges. A mask must be whole; dropout is refused.
     """
 
-    def __init__(self, module: nn.Module, check_mask: CheckMask | None = None) -> None:
-        self._check_mask = check_mask
+    def __init__(self, module: nn.Module, check_mask: CheckMask | None = None, cp_group: Group | None = None) -> None:
+        self._arguments = check_mask, None if cp_group is None or cp_group.size == 1 else cp_group
         self._entered: list[_Reroute | None] = []  # None: a module around this one has entered its own
         if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in forward_pre_hooks_of(module).values()):
             return
@@ -224,8 +261,8 @@ class SafeSdpa:
         with_key(module.register_forward_hook(self._leave, always_call=True), "attention")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if is_tp_invariant_mode_enabled():
-            mode = None if any(type(mode) is _Reroute for mode in function_modes()) else _Reroute(self._check_mask)
+        if is_tp_invariant_mode_enabled() or self._arguments[1] is not None:
+            mode = None if any(type(mode) is _Reroute for mode in function_modes()) else _Reroute(*self._arguments)
             self._entered.append(mode)
             if mode is not None:
                 mode.__enter__()

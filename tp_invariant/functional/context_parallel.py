@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -108,7 +109,14 @@ def _exchange(x: Tensor, group: Group) -> Tensor:
     return received.view(x.shape)
 
 
-def _part(x: Tensor | None, dim: int, heads: int, group: Group) -> Tensor | None:
+def of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With zeros after the smaller of D and E, the head sizes of q and k, and of v."""
+    larger = max(q.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == larger else F.pad(x, (0, larger - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
+
+
+def of_own_heads(x: Tensor | None, dim: int, heads: int, group: Group) -> Tensor | None:
     """That of this rank's heads, of what has each head's own values."""
     return x if x is None or x.shape[dim] != heads else x.chunk(group.size, dim)[group.rank]
 
@@ -128,7 +136,7 @@ class _ContextAttention(torch.autograd.Function):
         _set_context(ctx, None, kv_heads, options, group)
         heads = q.shape[2]
         received = _exchange(_sent(q, k, v, group.size)[0], group)
-        of_heads = _part(sinks, 0, heads, group), _part(mask, 1, heads, group)
+        of_heads = of_own_heads(sinks, 0, heads, group), of_own_heads(mask, 1, heads, group)
         out, lse = forward(*_all_tokens(received, heads // group.size), *of_heads, cu_q, cu_k, *options)
         ctx.save_for_backward(received, out.transpose(1, 2), lse, sinks, mask, cu_q, cu_k)
         return rearrange(_exchange(rearrange(out, _TO_RANKS_OF_TOKENS, ranks=group.size), group), _ALL_HEADS)
@@ -139,7 +147,7 @@ class _ContextAttention(torch.autograd.Function):
         received, out, lse, sinks, mask, cu_q, cu_k = ctx.saved_tensors
         group, heads = ctx.group, dout.shape[2]
         groups = heads // ctx.kv_heads
-        of_heads = _part(sinks, 0, heads, group), _part(mask, 1, heads, group)
+        of_heads = of_own_heads(sinks, 0, heads, group), of_own_heads(mask, 1, heads, group)
         in_parts = _runs(heads, ctx.kv_heads, group.size) < groups
         dout = rearrange(_exchange(rearrange(dout, _TO_RANKS_OF_HEADS, ranks=group.size), group), _ALL_TOKENS)
         *grads, dsinks, dmask = backward(
@@ -193,6 +201,16 @@ _context_attention = as_custom_op(
 )
 
 
+def _check_agreement(
+    name: str, q: Tensor, k: Tensor, v: Tensor, facts: dict[str, Any], same: dict[str, Tensor], group: Group
+) -> None:
+    """q, k, v [B, .., s, D]"""
+    shapes = {f"the shape of {name}": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+    facts = {"the call": name, "the dtype of q": str(q.dtype), **shapes, **facts}
+    part = Part("q of attention", q, (2,), "Pass this rank's part of the tokens, or leave out cp_group")
+    check_agreement(facts, group, q.device, agreed_in(group), part=part, same=same, name="cp_group")
+
+
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, cu_q: Tensor | None,
     cu_k: Tensor | None, options: tuple, group: Group,
@@ -203,14 +221,11 @@ def context_attention(
         RuntimeError: the ranks' shapes, dtypes or options differ, or their q are the same; on every rank.
     """
     facts = {
-        "the call": "attention", "the options of attention": (*options, sinks is not None, cu_q is not None),
-        "the shape of q": tuple(q.shape), "the shape of k": tuple(k.shape), "the shape of v": tuple(v.shape),
-        "the shape of mask": () if mask is None else tuple(mask.shape), "the dtype of q": str(q.dtype),
-    }  # fmt: skip
+        "the options of attention": (*options, sinks is not None, cu_q is not None),
+        "the shape of mask": () if mask is None else tuple(mask.shape),
+    }
     same = {name: x for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k), ("sinks", sinks)) if x is not None}
-    advice = "Pass this rank's part of the tokens, or leave out cp_group"
-    part = Part("q of attention with cp_group", q, (2,), advice)
-    check_agreement(facts, group, q.device, agreed_in(group), part=part, same=same, name="cp_group")
+    _check_agreement("attention", q, k, v, facts, same, group)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return _context_attention(q, k, v, sinks, mask, cu_q, cu_k, k.shape[2], options, group).transpose(1, 2)
 
@@ -225,9 +240,13 @@ _exchange_heads = region_op(_ExchangeHeads, "exchange_heads")
 def with_all_tokens(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     """attend(q, k, v) of all tokens of this rank's heads, exchanged back: for attention with the mode off.
 
-    q [B, h, s, D], k [B, kv, s, D], v [B, kv, s, D] -> out [B, h, s, D]
+    q [B, h, s, D], k [B, kv, s, D], v [B, kv, s, E] -> out [B, h, s, E]; attend may get D and E padded to the larger,
+    so it must be given its scale.
     """
+    _check_agreement("attention with the mode off", q, k, v, {}, {}, group)
+    value_dim = v.shape[-1]
+    q, k, v = of_one_size(q, k, v)
     sent, heads = _sent(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), group.size)
     out = attend(*_all_tokens(_exchange_heads(sent, group), heads[0]))
     received = _exchange_heads(rearrange(out, _TO_RANKS_OF_TOKENS, ranks=group.size), group)
-    return rearrange(received, _ALL_HEADS).transpose(1, 2)
+    return rearrange(received, _ALL_HEADS).transpose(1, 2)[..., :value_dim]

@@ -18,10 +18,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..comm.collectives import Group
 from ..core.derived_class import derived_class
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.module_hooks import with_key
-from ..functional.attention_choice import refuse_dropout, safe_attention, torchs_attention
+from ..functional.attention_choice import refuse_dropout, safe_attention, stock_sdpa, torchs_attention
+from ..functional.context_parallel import share_call_error
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
 from ..layers.linear import Linear
 from .continuous_batching import ENGINE_NAMES, NAME, Steps, is_paged, read_cache
@@ -290,7 +292,13 @@ class _HuggingFace:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """s_aux: the sinks of this rank's heads, [h]."""
+        """s_aux: the sinks of this rank's heads, [h].
+
+        With context parallelism over module.context_parallel_group, a Group, q, k and v are of this rank's tokens.
+        """
+        cp_group = getattr(module, "context_parallel_group", None)
+        if cp_group is not None and cp_group.size == 1:
+            cp_group = None
         if self.original is not None and not is_tp_invariant_mode_enabled():
             if isinstance(attention_mask, VisibleKeys):
                 raise RuntimeError(
@@ -298,6 +306,8 @@ class _HuggingFace:
                 )
             given = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, softcap=softcap, s_aux=s_aux, **others)
             given = {name: value for name, value in given.items() if value is not None}
+            if cp_group is not None:
+                return _stock_of_parts(cp_group, module, query, key, value, attention_mask, **given)
             return self._stock(module)(module, query, key, value, attention_mask, **given)
         paged = read_cache(module, key, value, others) if is_paged(others.get("cache")) else None
         others.setdefault("output_attentions", getattr(getattr(module, "config", None), "output_attentions", None))
@@ -306,7 +316,7 @@ class _HuggingFace:
             if passed is not None and passed is not False and name not in _IGNORED_ARGUMENTS
         }  # fmt: skip
         whole = not _has_part_of_the_heads(module) and all(others.get(name) is None for name in _PACKED)
-        if whole and (dropout or (unknown and self.original is not None)):
+        if whole and cp_group is None and (dropout or (unknown and self.original is not None)):
             if isinstance(attention_mask, VisibleKeys):
                 if attention_mask.as_matrix is None:
                     raise RuntimeError(
@@ -331,7 +341,16 @@ class _HuggingFace:
                 "would be others than the model means"
             )
         options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux)
-        if paged is not None:
+        if cp_group is not None:
+            causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+            mask = (
+                VisibleKeys(causal, others.get("sliding_window"), key.shape[2], None)
+                if attention_mask is None
+                else attention_mask
+            )
+            visible = _of_whole_sequences(cp_group, module, query, mask if paged is None else None, others)
+            out = attend(query, key, value, visible, cp_group=cp_group, **options)
+        elif paged is not None:
             out = paged.attend(query, **options)
         elif isinstance(attention_mask, VisibleKeys):
             out = attend(query, key, value, _with_packing(attention_mask, others), **options)
@@ -397,6 +416,64 @@ def _with_packing(visible: VisibleKeys, given: dict[str, Any]) -> VisibleKeys:
         raise ValueError("packed sequences need both cu_seq_lens_q and cu_seq_lens_k, and no padding mask beside them")
     packing = Packing(None, None, cu_q.int(), cu_k.int(), longest_q or 0, longest_k or 0)
     return replace(visible, packing=packing)
+
+
+def _of_whole_sequences(
+    group: Group, module: nn.Module, query: Tensor, mask: Any, given: dict[str, Any]
+) -> VisibleKeys:
+    """What the mask that a model has made for this rank's part of the tokens says of the whole sequences.
+
+    A part is as long as its keys, so that transformers makes the mask of a sequence that begins there, causal or with a
+    window, whatever its first position.
+
+    Raises:
+        ValueError: a mask that is not the same for every part; on every rank, at the first call.
+    """
+    packed = all(given.get(name) is not None for name in _PACKED[:2])
+    if not isinstance(mask, VisibleKeys):
+        problem = "a mask that is not causal, full or sliding alone, or pages of keys"
+    elif mask.matrix is not None or mask.first:
+        problem = "a cache of keys"
+    elif mask.packing is not None and (mask.packing.q_rows is not None or mask.packing.k_rows is not None):
+        problem = "a mask with padding"
+    elif mask.packing is not None and not packed:
+        problem = "packed sequences by position_ids alone"
+    elif packed and query.shape[0] > 1:
+        problem = f"packed sequences in {query.shape[0]} rows"
+    else:
+        return _with_packing(mask, given)
+    error = ValueError(
+        f"{type(module).__name__} has {problem} on rank {group.rank} of its cp_group: context parallelism takes "
+        "causal, full and sliding attention of whole rows, and packed sequences in one row, by cu_seq_lens_q and "
+        "cu_seq_lens_k of the whole row, the same on every rank"
+    )
+    share_call_error(error, group, query)
+    raise error
+
+
+def _stock_of_parts(
+    group: Group, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """With context parallelism and the mode off: torch's SDPA between the exchanges.
+
+    Raises:
+        ValueError: anything but causal and full attention; on every rank, at the first call.
+    """
+    window, tokens = others.get("sliding_window"), query.shape[2] * group.size
+    given = [name for name in ("softcap", "s_aux", *_PACKED) if others.get(name) is not None]
+    if mask is not None or given or (window and window < tokens):
+        error = ValueError(
+            f"{type(module).__name__} has {', '.join(given) or 'a mask or a window'} on rank {group.rank} of its "
+            "cp_group, and the TP-invariant mode is off: context parallelism then takes causal and full attention of "
+            "attn_implementation='sdpa' alone; turn the mode on"
+        )
+        share_call_error(error, group, query)
+        raise error
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options: dict[str, Any] = dict(dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=True)
+    out = stock_sdpa(query, key, value, cp_group=group, **options)
+    return out.transpose(1, 2).contiguous(), None
 
 
 class CausalLMLoss:
