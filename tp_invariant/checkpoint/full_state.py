@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.meeting import on_all_ranks
@@ -32,6 +33,7 @@ from ..core.layout import piece_sizes
 from ..core.pieces import pieces_of
 from ..core.torch_private import process_groups, tree
 from ..layers.parameters import ShardSpec, is_over_data, named_shard_specs
+from .stages import gather_stages, state_for_stage
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -294,8 +296,10 @@ def error_of_ranks(what: str, failures: Mapping[int, tuple[str, str]], group: Gr
     return raised(f"{what} failed:\n{named}")
 
 
-def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> None:
+def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group, stage: int = 0) -> None:
     """Compares the ranks' copies of whole tensors, and of shards of smaller groups than `group`. A collective.
+
+    stage: of a pipeline, this rank's; other stages have other tensors.
 
     Raises:
         RuntimeError: the same on every rank; names the tensors that differ, in dtype, shape, degree or bytes, or that
@@ -314,15 +318,20 @@ def check_replicas(what: str, entries: Mapping[Any, Entry], group: Group) -> Non
         alike = not sharded or entry.parts != group.size  # otherwise each part is on one rank only
         value = tuple(int(tensor_hash(view)) for _, view in entry.pieces()) if alike else None
         own[name] = (f"{kind} in {entry.parts} parts" if sharded else kind), part, value
-    everyone = gather_objects(own, group)
+    everyone = gather_objects((stage, own), group)
     problems = []
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        facts = [theirs.get(name, (NOTHING, "", None)) for theirs in everyone]
-        if len(kinds := ranks_by_value(enumerate(kind for kind, _, _ in facts))) > 1:
+    for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
+        at = {its_stage for its_stage, theirs in everyone if name in theirs}
+        facts = {
+            rank: theirs.get(name, (NOTHING, "", None))
+            for rank, (its_stage, theirs) in enumerate(everyone)
+            if its_stage in at
+        }
+        if len(kinds := ranks_by_value((rank, kind) for rank, (kind, _, _) in facts.items())) > 1:
             problems.append(f"  {name}: {format_values(kinds)}")
             continue
-        for part in dict.fromkeys(part for _, part, _ in facts):
-            held = ((rank, value) for rank, (_, own_part, value) in enumerate(facts) if own_part == part)
+        for part in dict.fromkeys(part for _, part, _ in facts.values()):
+            held = ((rank, value) for rank, (_, own_part, value) in facts.items() if own_part == part)
             if len(values := ranks_by_value(held)) > 1:
                 problems.append(f"  {part}{name}: {format_unnamed(values)}")
     if problems:
@@ -389,7 +398,13 @@ def check_match(
 # --- gathering ------------------------------------------------------------------------------------------------------
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
+def full_state_dict(
+    model: nn.Module,
+    *,
+    rank0_only: bool = False,
+    cpu_offload: bool = False,
+    pp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+) -> dict[str, Any]:
     """The state dict that the unsharded model would have: keys, shapes, dtypes and order. A collective.
 
     Gated layers are in TP=1's order, a padded vocabulary has its own rows alone. No two tensors share memory, tied
@@ -400,6 +415,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     Args:
         rank0_only: return {} on all ranks but the group's first.
         cpu_offload: move each tensor to the CPU as soon as it is gathered.
+        pp_group: the ProcessGroup or 1-D DeviceMesh of a pipeline's stages, of which `model` is this rank's: the state
+            of the whole model, on every rank; with rank0_only, on the first rank of the first stage. Without: of this
+            stage.
 
     Raises:
         ValueError: no tp_group of the layers contains all ranks; two layers shard one parameter in different ways.
@@ -408,7 +426,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     """
     group = model_group(model)
     entries = run_on_all_ranks(group, "full_state_dict", lambda: model_entries(model))
-    full = gather_entries(entries, group, rank0_only, cpu_offload)
+    stages = resolve_group(pp_group)
+    full: dict[str, Any] = gather_entries(entries, group, rank0_only, cpu_offload and stages.size == 1)
+    if stages.size > 1:
+        return gather_stages(full, stages, rank0_only, cpu_offload)
     if len(full) < len(entries) or not modules_with_extra_state(model, "get_extra_state"):
         return full
 
@@ -448,7 +469,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
 
     Args:
         state_dict: from `full_state_dict` at any degree, or an unsharded model's `state_dict()`. One of several tied
-            names is enough, as Hugging Face saves them.
+            names is enough, as Hugging Face saves them. A stage that parallelize has cut takes the whole model's.
         strict: whether missing and unexpected keys are an error.
 
     Returns:
@@ -461,6 +482,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
     """
     entries, group = model_entries(model), model_group(model)
     extra = modules_with_extra_state(model, "set_extra_state")
+    state_dict = state_for_stage(model, state_dict)
     given = {
         name: x if isinstance(x, Tensor) else torch.empty(0) for name, x in state_dict.items() if name not in extra
     }

@@ -48,6 +48,7 @@ from .full_state import (
     run_on_all_ranks,
     tensor_specs,
 )
+from .stages import copies_in, merge_optimizers, optimizer_of_stage, without_copies
 
 if TYPE_CHECKING:
     from .files import Index, SafetensorsReader
@@ -62,6 +63,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+    pp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
 ) -> None:
     """Writes a checkpoint to the folder `path`, each rank its own shards; replicated tensors are written once.
 
@@ -75,6 +77,8 @@ def save(
         group: the ranks that call; None for the model's own tp_group, and after fully_shard for a process group of all
             ranks that have parts of the model, if there is one. With other data parallelism give the group of all
             ranks, or call it on one replica.
+        pp_group: the ProcessGroup or 1-D DeviceMesh of a pipeline's stages, of which `model` is this rank's. The
+            checkpoint is that of the whole model. `group` must have all ranks of all stages; None for all of the job.
 
     Raises:
         ValueError: an optimizer state that cannot be resharded (see full_optimizer_state_dict); a parameter that two
@@ -90,12 +94,13 @@ def save(
     from .files import SafetensorsWriter, require_safetensors
     from .plan import BoxSavePlanner
 
-    ranks = model_group(model) if group is None else resolve_group(group)
+    ranks, stages = _ranks(model, group, pp_group)
 
     def describe() -> tuple[dict[str, Entry], dict[str, Entry], dict[str, str], Any]:
         require_safetensors()
         entries, aliases = _once(model_entries(model))
-        tensors = {f"model.{name}": entry for name, entry in entries.items()}
+        aliases |= copies_in(model)
+        tensors = {f"model.{name}": entry for name, entry in entries.items() if name not in aliases}
         values: dict[str, Any] = {"optimizer": None}
         if optimizer is not None:
             state = {
@@ -103,10 +108,12 @@ def save(
                 "groups": optimizer_groups(model, optimizer),
                 "state": optimizer_entries(model, optimizer),
             }
-            values["optimizer"] = _pack(state, "optimizer", tensors)
+            values["optimizer"] = _pack(without_copies(model, state), "optimizer", tensors)
         own: dict[str, Entry] = {}
         values["extra"] = _pack(dict(extra or {}), "extra", own)
         if states := modules_with_extra_state(model, "get_extra_state"):
+            if stages.size > 1:
+                raise ValueError(f"{next(iter(states))}: what get_extra_state gives is not supported with pp_group")
             values["states"] = _pack({key: one.get_extra_state() for key, one in states.items()}, "states", own)
         check_members(tensors, ranks)
         json.dumps(values)  # before anything is written
@@ -114,8 +121,8 @@ def save(
 
     what = f"saving {os.fspath(path)}"
     tensors, own, aliases, values = run_on_all_ranks(ranks, what, describe)
-    check_replicas(what, tensors, ranks)
-    _check_alike(what, {"aliases": aliases, "optimizer": values["optimizer"]}, ranks)
+    check_replicas(what, tensors, ranks, stages.rank)
+    aliases, values["optimizer"] = _of_all_stages(what, aliases, values["optimizer"], ranks, stages)
     if ranks.rank == 0:
         tensors |= own
     writer, planner = SafetensorsWriter(Path(path)), BoxSavePlanner(tensors, aliases, values)
@@ -131,10 +138,11 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     group: dist.ProcessGroup | DeviceMesh | Group | None = None,
+    pp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
 ) -> dict[str, Any]:
     """Reads a checkpoint that `save` wrote, at any degree, into the model and the optimizer; each rank its shards.
 
-    Never unpickles. A collective; `group` as for `save`. Every rank checks all that it will read, digests included,
+    Never unpickles. A collective; `group` and `pp_group` as for `save`, with as many stages as there are now. Every rank checks all that it will read, digests included,
     before any rank writes to its model; so files are read twice, the second time mostly from the system's cache, and
     nothing is held in memory meanwhile. The optimizer's hyperparameters become the saved ones.
 
@@ -156,8 +164,10 @@ def load(
     from .files import INDEX, SafetensorsReader, read_index, require_safetensors
     from .plan import BoxLoadPlanner
 
-    ranks, folder = model_group(model) if group is None else resolve_group(group), Path(path)
+    (ranks, stages), folder = _ranks(model, group, pp_group), Path(path)
     what = f"loading {folder}"
+    names = set(model.state_dict(keep_vars=True))
+    elsewhere = set().union(*gather_objects(names, ranks)) - names if stages.size > 1 else set()
 
     def describe() -> tuple[SafetensorsReader, dict[str, Entry], dict[str, Any]]:
         require_safetensors()
@@ -170,6 +180,7 @@ def load(
         check_members(entries, ranks)
         saved_states, states = index.values.get("states", {}), modules_with_extra_state(model, "set_extra_state")
         absent = [key for key in states if key not in saved_states]
+        offered = {name: kind for name, kind in offered.items() if name not in elsewhere}
         offered |= {key: (torch.Size(()), torch.uint8) for key in saved_states if key not in states}  # unexpected
         check_match(entries, offered, strict=True, source=f"checkpoint {folder}", absent=absent)
         once, aliases = _once(entries)
@@ -191,6 +202,8 @@ def load(
         elif values["optimizer"] is None:
             raise ValueError(f"the checkpoint {folder} holds no optimizer: load without one")
         else:
+            if stages.size > 1:
+                values["optimizer"] = optimizer_of_stage(model, values["optimizer"])
             check_optimizer(model, optimizer, values["optimizer"], f"checkpoint {folder}")
         values = _unpack(values, target, tensors)  # which adds to `tensors`
         return reader, tensors, values
@@ -227,6 +240,14 @@ def _run(call: Callable[..., Any], ranks: Group, what: str, **arguments: Any) ->
             raise explain(error, ranks, what) from error
 
 
+def _ranks(model: nn.Module, group: Any, pp_group: Any) -> tuple[Group, Group]:
+    """The ranks that save or load, and those of the pipeline's stages."""
+    stages = resolve_group(pp_group)
+    if group is None and stages.size > 1:
+        group = dist.group.WORLD
+    return model_group(model) if group is None else resolve_group(group), stages
+
+
 def _contents(index: Index, name: str) -> list[tuple]:
     """A tensor's boxes with their digests."""
     return sorted(
@@ -236,14 +257,27 @@ def _contents(index: Index, name: str) -> list[tuple]:
     )
 
 
-def _check_alike(what: str, values: Any, ranks: Group) -> None:
-    """Raises RuntimeError, the same on every rank, where the ranks' values differ; names the first and each one's."""
-    own = {name: repr(leaf) for name, leaf in leaves(values)}
-    if len(set(gather_objects(hashlib.sha256(repr(own).encode()).hexdigest(), ranks))) == 1:
-        return
-    for name, values_of_ranks in gather_differences(own, ranks).items():
-        named = format_values(values_of_ranks)
-        raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which must be equal: {named}")
+def _of_all_stages(what: str, aliases: dict[str, str], optimizer: Any, ranks: Group, stages: Group) -> tuple:
+    """(aliases, the optimizer's values) of the whole model, which the ranks of each stage have alike.
+
+    Raises:
+        RuntimeError: the same on every rank, where ranks of one stage differ; names the first value and each one's.
+        ValueError: see `merge_optimizers`.
+    """
+    own = {name: repr(leaf) for name, leaf in leaves({"aliases": aliases, "optimizer": optimizer})}
+    hashes = gather_objects((stages.rank, hashlib.sha256(repr(own).encode()).hexdigest()), ranks)
+    of_stage = dict(reversed([(stage, (rank, found)) for rank, (stage, found) in enumerate(hashes)]))
+    if any(found != of_stage[stage][1] for stage, found in hashes):
+        for name, values_of_ranks in gather_differences(own, ranks).items():
+            named = format_values(values_of_ranks)
+            raise RuntimeError(f"{what}: the {ranks.size} ranks differ in {name}, which must be equal: {named}")
+    if stages.size == 1:
+        return aliases, optimizer
+    speaks = of_stage[stages.rank][0] == ranks.rank
+    everyone = gather_objects((aliases, optimizer) if speaks else None, ranks)
+    spoken = [everyone[of_stage[stage][0]] for stage in range(stages.size)]
+    merged = {name: target for theirs, _ in spoken for name, target in theirs.items()}
+    return merged, merge_optimizers([theirs for _, theirs in spoken])
 
 
 # --- nests of values, and tensors in them ---------------------------------------------------------------------------

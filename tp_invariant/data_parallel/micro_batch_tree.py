@@ -33,6 +33,7 @@ from ..kernels.dtypes import DTYPES
 from ..layers.sequence_chunks import Chunks, chunks_of, take_chunk_gradients
 from .binary_tree import BinaryTree, nodes_of
 from .expert_sums import ExpertSums, describe, expert_group, indices_by_group
+from .tied_stages import TiedGradients
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -211,7 +212,9 @@ class MicroBatchTree:
         self._fully_sharded = any(is_cut_by(p, self.group) for p in self._parameters)
         if self._fully_sharded:
             self._check_fully_sharded()
-        self._dense = [index for index, p in enumerate(self._parameters) if expert_group(p) is None]
+        self.tied = TiedGradients(self._parameters)
+        summed = [index for index in range(len(self._parameters)) if index not in self.tied.copies]
+        self._dense = [index for index in summed if expert_group(self._parameters[index]) is None]
         self._sizes = [local_of(self._parameters[index]).numel() for index in self._dense]
         # every rank's share, and the nodes that it obtains
         ranks = self.group.size
@@ -312,7 +315,7 @@ class MicroBatchTree:
 
     def _start(self) -> None:
         self._trees = [BinaryTree(self._leaves) for _ in range(self._chunks.held)]  # of this rank's chunks
-        self._added = self._counted = 0
+        self.added = self._counted = 0
         self._count: int | Tensor = 0
         self._has_grad = [False] * len(self._parameters)
 
@@ -346,13 +349,19 @@ class MicroBatchTree:
         refuse_fused(zip(self._labels, self._parameters, strict=True), f"MicroBatchTree on rank {self.group.rank}")
         if isinstance(count, float) or (isinstance(count, Tensor) and (count.is_floating_point() or count.dim())):
             raise TypeError(f"count={count!r} on rank {self.group.rank} must be an int or a 0-dim integer tensor")
+        expected = self.added < len(self.share)
+        for index in self.tied.copies if expected else ():
+            self.tied.send(index, self._local_gradients(index))
         # -0.0 and not 0.0 where there is no gradient: x + -0.0 is x for every x, -0.0 too
         has_gradient = False
         size, device = (sum(self._sizes),), self._parameters[0].device
         flats = [torch.full(size, -0.0, dtype=torch.float32, device=device) for _ in self._trees]
         columns = zip(*(flat.split(self._sizes) for flat in flats), strict=True)
         for index, parts in zip(self._dense, columns, strict=True):
-            for part, local in zip(parts, self._local_gradients(index), strict=True):
+            gradients = self._local_gradients(index)
+            if expected:
+                gradients = self.tied.add(index, gradients)
+            for part, local in zip(parts, gradients, strict=True):
                 if local is not None:
                     part.view(local.shape).copy_(local)
                     self._has_grad[index] = has_gradient = True
@@ -362,14 +371,13 @@ class MicroBatchTree:
             level = self.group.size.bit_length() - 1  # what the ranks' micro-batches have in sum is a node
         if self._fully_sharded and not has_gradient:
             return  # reduce() says how many were added
-        expected = self._added < len(self.share)
         for experts in self._experts:
-            for index in experts.add(self._added if expected else None):
+            for index in experts.add(self.added if expected else None):
                 self._has_grad[index] = True
         if expected:
             for chunk, tree, flat in zip(self._chunks.on(self.cp_group.rank), self._trees, flats, strict=True):
-                tree.push(level, chunk * self.micro_batches + self.share[self._added] >> level, flat)
-        self._added += 1
+                tree.push(level, chunk * self.micro_batches + self.share[self.added] >> level, flat)
+        self.added += 1
         if count is not None:
             self._counted += 1
             self._count = self._count + count
@@ -435,8 +443,8 @@ class MicroBatchTree:
 
     def _reduce(self, main_grad: bool) -> None:
         for experts in self._experts:  # first: other ranks may wait there, in a forward
-            experts.meet(self._added)
-        divide_by, has_grad = self._agree(main_grad)
+            experts.meet(self.added)
+        divide_by, has_grad = self.tied.agree(lambda: self._agree(main_grad))
         if main_grad and any(map(is_dtensor, self._parameters)):
             raise ValueError("main_grad=True with parameters that are DTensors: Megatron's main_grad is a plain tensor")
         tree = BinaryTree(self._leaves)
@@ -459,6 +467,8 @@ class MicroBatchTree:
         for experts in self._experts:
             totals.update(zip(experts.indices, experts.totals(divide_by, _CHUNK), strict=True))
         for index, (p, present) in enumerate(zip(self._parameters, has_grad, strict=True)):
+            if index in self.tied.copies:
+                continue
             local = local_of(p)
             grad = None
             if present:
@@ -467,10 +477,11 @@ class MicroBatchTree:
                 p.main_grad = grad  # type: ignore[attr-defined]
             else:
                 p.grad = None if grad is None else grad_like(grad, p)
+        self.tied.give_back("main_grad" if main_grad else "grad")
 
     def _agree(self, main_grad: bool) -> tuple[int | None, list[bool]]:
         """(the divisor, whether each parameter has a gradient on any rank), from the reports of all ranks."""
-        own_report = [int(main_grad), self._added, self._counted, int(self._count), *map(int, self._has_grad)]
+        own_report = [int(main_grad), self.added, self._counted, int(self._count), *map(int, self._has_grad)]
         header = torch.tensor(own_report, dtype=torch.int64, device=self._parameters[0].device)
         everyone = gather_major(gather_major(header, self.group), self.cp_group)  # [cp, dp, ..]
         reports = everyone.flatten(0, 1).tolist()

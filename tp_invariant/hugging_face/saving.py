@@ -19,6 +19,7 @@ from ..comm.collectives import Group, on_mesh, ranks_of, resolve_group
 from ..comm.meeting import wait_for_all, wait_without_limit
 from ..core.derived_class import derived_class
 from ..core.dtensors import is_dtensor, local_of
+from ..layers.other_stage import names_of_other_stages
 from ..layers.parameters import ShardSpec
 
 _ADVICE = (
@@ -48,10 +49,16 @@ class _Saving(nn.Module):
 
         Raises:
             RuntimeError: on every rank that has called it: other ranks have not; or they hold different whole weights.
-            ValueError: a state_dict that is given has this rank's shards.
+            ValueError: a state_dict that is given has this rank's shards; none is given, and the model is a stage of a
+                pipeline.
             OSError and what else transformers raises: on every rank of the model.
         """
         former: Any = super()
+        if state_dict is None and names_of_other_stages(self):
+            raise ValueError(
+                f"this {type(self).__name__} is a stage of a pipeline: give save_pretrained the whole model's "
+                "state_dict, tp_invariant.full_state_dict(model, pp_group=..), on one rank"
+            )
         save = functools.partial(former.save_pretrained, save_directory)
         groups = groups_of(self)
         if state_dict is not None and groups:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTES = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes", "tp_group", "shards_may_be_equal",
-    "shared", "ranks_per_micro_batch", "cut_from", "name_in_model", "sequence_chunks",
+    "shared", "tied_stage", "copy_of", "ranks_per_micro_batch", "cut_from", "name_in_model", "sequence_chunks",
 )  # fmt: skip
 
 

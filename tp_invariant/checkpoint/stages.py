@@ -1,0 +1,91 @@
+"""The state of a model whose parts are the stages of a pipeline, from what each stage has.
+
+The names of a stage's parameters are those of the whole model. A weight that the last stage holds as a copy of the
+first one's (data_parallel/tied_stages.py) is in the state under both names, and its optimizer's state under the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.collectives import Group
+from ..comm.wire import gather_objects
+from ..layers.other_stage import names_of_other_stages
+
+
+def copies_in(model: nn.Module) -> dict[str, str]:
+    """{name in this stage: name in the first stage} of the weights that this stage has as copies."""
+    return {name: p.copy_of for name, p in model.named_parameters() if hasattr(p, "copy_of")}
+
+
+def state_for_stage(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a whole model's state what this stage takes: without what cut_into_stages has left to others."""
+    others = names_of_other_stages(model)
+    taken = {name: value for name, value in state.items() if not name.startswith(others)}
+    for name, first in copies_in(model).items():
+        if first in state:
+            taken.setdefault(name, state[first])
+    return taken
+
+
+def gather_stages(own: Mapping[str, Any], stages: Group, rank0_only: bool, cpu_offload: bool) -> dict[str, Any]:
+    """The full tensors of all stages, one after another, from those of each. A collective.
+
+    With rank0_only a rank that has nothing of its own is one of several that hold its stage, and gets nothing.
+    """
+    described = gather_objects({n: (x.shape, x.dtype) if isinstance(x, Tensor) else x for n, x in own.items()}, stages)
+    device = next((x.device for x in own.values() if isinstance(x, Tensor)), torch.device("cpu"))
+    full: dict[str, Any] = {}
+    for stage, theirs in enumerate(described):
+        for name, what in theirs.items():
+            value: Any = own.get(name, what)
+            if isinstance(what, tuple) and isinstance(what[1], torch.dtype):
+                mine = stage == stages.rank
+                value = own[name].contiguous() if mine else torch.empty(what[0], dtype=what[1], device=device)
+                dist.broadcast(value, group=stages.process_group, group_src=stage)
+            if name not in full and not (rank0_only and stages.rank):
+                full[name] = value.cpu() if cpu_offload and isinstance(value, Tensor) else value
+    return full
+
+
+def merge_optimizers(of_stages: list[Any]) -> Any:
+    """One optimizer's values (class, groups, state) from those of the stages, in their order.
+
+    Raises:
+        ValueError: the stages' optimizers differ in their class, or in the options of their groups.
+    """
+    first, *others = of_stages
+    if first is None or not others:
+        return first
+
+    def kind(values: Any) -> Any:
+        return values and (values["class"], [{**group, "params": None} for group in values["groups"]])
+
+    for stage, values in enumerate(others, 1):
+        if kind(values) != kind(first):
+            raise ValueError(f"the optimizers of the stages 0 and {stage} differ: {kind(first)} and {kind(values)}")
+    groups = [
+        {**group, "params": [name for values in of_stages for name in values["groups"][index]["params"]]}
+        for index, group in enumerate(first["groups"])
+    ]
+    return first | {"groups": groups, "state": {k: v for values in of_stages for k, v in values["state"].items()}}
+
+
+def without_copies(model: nn.Module, values: Any) -> Any:
+    """An optimizer's values without those of copies, which the first stage has."""
+    copies = copies_in(model)
+    groups = [{**g, "params": [name for name in g["params"] if name not in copies]} for g in values["groups"]]
+    return values | {"groups": groups, "state": {k: v for k, v in values["state"].items() if k not in copies}}
+
+
+def optimizer_of_stage(model: nn.Module, values: Any) -> Any:
+    """Of the values of the whole model's optimizer those of this stage's parameters, under the names that it has."""
+    copies = copies_in(model)
+    own = {copies.get(name, name): name for name, _ in model.named_parameters()}
+    groups = [{**g, "params": [own[name] for name in g["params"] if name in own]} for g in values["groups"]]
+    return values | {"groups": groups, "state": {own[k]: v for k, v in values["state"].items() if k in own}}
