@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..comm.collectives import Group
+from ..core.bits import leaves
 from ..core.layout import split_sizes
 from ..layers.other_stage import leave_to_other_stage
 from ..data_parallel.tied_stages import tie_stages
@@ -147,8 +148,8 @@ class _Boundary:
 
     def check_arguments(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """What another stage has computed reaches this one in hidden states alone."""
-        others = [*args[1:], *(value for name, value in kwargs.items() if args or name != "hidden_states")]
-        if any(isinstance(x, Tensor) and x.requires_grad for x in others):
+        others = [*args[1:], {name: value for name, value in kwargs.items() if args or name != "hidden_states"}]
+        if any(isinstance(x, Tensor) and x.requires_grad for _, x in leaves(others)):
             raise ValueError(
                 f"{type(layer).__name__} takes more activations than its hidden states: a pipeline of its model's "
                 "layers would lose them"

@@ -190,6 +190,11 @@ TABLE = (
     PrivateName("include", "torch._C._dispatch_tls_set_dispatch_key_included", "turns it on and off"),
     PrivateName("exclude", "torch._C._dispatch_tls_set_dispatch_key_excluded", "lets modes and subclasses come first"),
     PrivateName(
+        "TellsInference",
+        "torch.distributed.pipelining.PipelineStage._prepare_forward_infra",
+        "when a stage runs its module to learn shapes, since torch 2.13 on memory with other values on each rank",
+    ),
+    PrivateName(
         "forward_hooks_of",
         "torch.nn.Module._forward_hooks",
         "whether a module has hooks, which can only be registered by public names",
@@ -380,6 +385,19 @@ def register_process_group(name: str, group: Any) -> None:
 
 def unregister_process_group(name: str) -> None:
     torch._C._distributed_c10d._unregister_process_group(torch.distributed.distributed_c10d.GroupName(name))
+
+
+class TellsInference:
+    """Comes before PipelineStage among the bases of a class. `infers`: whether the stage only learns shapes now."""
+
+    infers = False
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self.infers = True
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.infers = False
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from ..comm.collectives import Group, resolve_group
+from ..core.torch_private import TellsInference
 from .micro_batch_tree import MicroBatchTree
 
 
-class Stage(PipelineStage):
+class Stage(TellsInference, PipelineStage):
     """A torch.distributed.pipelining.PipelineStage for models of `parallelize`, and for MicroBatchTree.
 
         stage = tpi.data_parallel.Stage(model, mesh["pp"], device, tree=tree, counts=counts)
@@ -68,7 +69,14 @@ class Stage(PipelineStage):
             group=group.process_group,
         )
         self.tree, self.counts = tree, counts
+        module.register_forward_pre_hook(self._clear)
         module.register_forward_hook(_logits_alone)
+
+    def _clear(self, module: nn.Module, args: tuple) -> None:
+        """Gives all ranks of the stage the same hidden states where torch looks for shapes: layers compare the ranks'
+        values at their first call."""
+        for x in args if self.infers and not self.is_first else ():
+            x.detach().zero_()
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
