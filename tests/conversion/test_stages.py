@@ -12,8 +12,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 import tp_invariant as tpi
 from tp_invariant import testing
-from tp_invariant.comm.collectives import gather_major, resolve_group
 from tp_invariant.checkpoint.full_state import entry_of
+from tp_invariant.comm.collectives import gather_major, resolve_group
 from tp_invariant.conversion.stages import _Boundary, cut_into_stages, problems_with_stages
 from tp_invariant.layers.parameters import named_shard_specs
 from tp_invariant.testing import full_grads, full_parameters
@@ -178,7 +178,7 @@ def test_layouts(case, expected):
     check_same(run_ranks(staged, RANKS, *case), expected(case[0], case[-1]))
 
 
-@pytest.mark.parametrize("kind", ["qwen3 tied", "granitemoe tied"])
+@pytest.mark.parametrize("kind", ["qwen3 tied", "gemma3"])
 def test_values(kind, expected):
     """Losses, gradients and the norm of the first step against the model of transformers in float64."""
     model, found = model_of(kind, torch.float64), expected(kind, torch.float32)
@@ -236,32 +236,34 @@ def state_of(mesh, kind, save=None, load=None):
         model = stage_of(mesh, kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         groups = dict(group=torch.distributed.group.WORLD, pp_group=mesh["pp"])
-        if save is not None:
+        if load is None:
             trained(model, optimizer)
-            tpi.checkpoint.save(save, model, optimizer, extra={"step": 1}, **groups)
-        if load is not None:
+        else:
             assert tpi.checkpoint.load(load, model, optimizer, **groups) == {"step": 1}
+        if save is not None:
+            tpi.checkpoint.save(save, model, optimizer, extra={"step": 1}, **groups)
         whole = tpi.full_state_dict(model, pp_group=mesh["pp"])
         on_rank_0 = tpi.full_state_dict(model, pp_group=mesh["pp"], rank0_only=True, cpu_offload=True)
         assert (on_rank_0.keys() == whole.keys()) is (mesh["pp"].get_local_rank() == mesh["tp"].get_local_rank() == 0)
         own = tpi.full_state_dict(model)
-        stage = stage_of(mesh, kind)
+        for p in model.parameters():
+            p.detach().zero_()
         tied = {"lm_head.weight"} if "tied" in kind else set()  # which transformers leaves out of its files
-        tpi.load_full_state_dict(stage, {name: x for name, x in whole.items() if name not in tied})
-        testing.assert_bitwise_equal(tpi.full_state_dict(stage), own)
+        tpi.load_full_state_dict(model, {name: x for name, x in whole.items() if name not in tied})
+        testing.assert_bitwise_equal(tpi.full_state_dict(model), own)
         state = tpi.full_optimizer_state_dict(model, optimizer)["state"]
         copies = {name: p.copy_of for name, p in model.named_parameters() if hasattr(p, "copy_of")}
         return whole, own, {copies.get(name, name): values for name, values in state.items()}
 
 
 def saved_and_loaded(world, kind, folder):
-    """What each layout has of a checkpoint: the first is saved and loaded by others."""
-    layouts = [(2, 2, 2), (1, 1, 4), (4, 1, 2)]
-    found = [state_of(mesh_of(*layouts[0]), kind, save=f"{folder}/0")]
-    found += [state_of(mesh_of(*layout), kind, load=f"{folder}/0") for layout in layouts[1:]]
-    found.append(state_of(mesh_of(*layouts[1]), kind, save=f"{folder}/1"))  # one stage, for two
-    found.append(state_of(mesh_of(*layouts[0]), kind, load=f"{folder}/1"))
-    return found
+    """What each layout has of a checkpoint of two stages, and of one of one stage."""
+    return [
+        state_of(mesh_of(2, 2, 2), kind, save=f"{folder}/0"),
+        state_of(mesh_of(1, 1, 4), kind, load=f"{folder}/0", save=f"{folder}/1"),
+        state_of(mesh_of(4, 1, 2), kind, load=f"{folder}/1"),
+        state_of(mesh_of(2, 1, 1), kind, load=f"{folder}/0"),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["qwen3 tied", "llama"])
@@ -274,8 +276,8 @@ def test_checkpoints_of_all_stages(kind, tmp_path):
             assert list(whole) == names
             testing.assert_bitwise_equal(whole, first)
             testing.assert_bitwise_equal(own, {name: first[name] for name in own})
-            once = {"model.embed_tokens.weight" if "tied" in kind and name == "lm_head.weight" else name for name in own}
-            assert optimizer.keys() == once
+            tied = {"lm_head.weight": "model.embed_tokens.weight"} if "tied" in kind else {}
+            assert optimizer.keys() == {tied.get(name, name) for name in own}
         every = found[1][2]  # of the layout with one stage
         for _, _, optimizer in found:
             testing.assert_bitwise_equal(optimizer, {name: every[name] for name in optimizer})
@@ -334,7 +336,8 @@ def test_stages_that_are_used_otherwise():
         assert "is a stage of a pipeline" in saving and "full_state_dict(model, pp_group=..)" in saving
         if called:
             ids, arguments, output = called
-            assert ids == "stage 1 of 2 takes the hidden states [B, S, H] of the stage before, and got torch.int64 (1, 4)"
+            assert ids.startswith("stage 1 of 2 takes the hidden states [B, S, H] of the stage before, and got")
+            assert ids.endswith("torch.int64 (1, 4)")
             assert "takes more activations than its hidden states" in arguments
             assert "returns a tuple" in output
         assert "an embedding that another stage shares" in later and "choose GPipe or 1F1B" in later

@@ -142,9 +142,10 @@ def load(
 ) -> dict[str, Any]:
     """Reads a checkpoint that `save` wrote, at any degree, into the model and the optimizer; each rank its shards.
 
-    Never unpickles. A collective; `group` and `pp_group` as for `save`, with as many stages as there are now. Every rank checks all that it will read, digests included,
-    before any rank writes to its model; so files are read twice, the second time mostly from the system's cache, and
-    nothing is held in memory meanwhile. The optimizer's hyperparameters become the saved ones.
+    Never unpickles. A collective; `group` and `pp_group` as for `save`, with as many stages as there are now. Every
+    rank checks all that it will read, digests included, before any rank writes to its model; so files are read twice,
+    the second time mostly from the system's cache, and nothing is held in memory meanwhile. The optimizer's
+    hyperparameters become the saved ones.
 
     Returns:
         The `extra` that was saved; its tensors on the CPU.
@@ -275,7 +276,7 @@ def _of_all_stages(what: str, aliases: dict[str, str], optimizer: Any, ranks: Gr
         return aliases, optimizer
     speaks = of_stage[stages.rank][0] == ranks.rank
     everyone = gather_objects((aliases, optimizer) if speaks else None, ranks)
-    spoken = [everyone[of_stage[stage][0]] for stage in range(stages.size)]
+    spoken: list[Any] = [everyone[of_stage[stage][0]] for stage in range(stages.size)]
     merged = {name: target for theirs, _ in spoken for name, target in theirs.items()}
     return merged, merge_optimizers([theirs for _, theirs in spoken])
 

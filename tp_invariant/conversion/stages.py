@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..comm.collectives import Group
 from ..core.bits import leaves
 from ..core.layout import split_sizes
-from ..layers.other_stage import leave_to_other_stage
 from ..data_parallel.tied_stages import tie_stages
+from ..layers.other_stage import leave_to_other_stage
 from .survey import Stack
 
 
@@ -86,21 +86,14 @@ def cut_into_stages(model: Any, pp_group: Group) -> None:
     found = _Found.of(model)
     assert found is not None
     stack, own = found.stack, pp_group.rank
-    ends = [model.get_submodule(name) for name in (found.embedding, found.output)]
-    weights = [getattr(module, "weight", None) for module in ends]
-    tied = weights[0] is not None and weights[0] is weights[1]
-    if tied:
-        tie_stages(weights[0], f"{found.embedding}.weight", pp_group)
-    passing = {
-        name: found.stage_of(f"{name}.", pp_group.size)
-        for name in (
-            found.embedding,
-            *(f"{stack.prefix}{i}" for i in range(len(stack.layers))),
-            stack.norm_name,
-            found.output,
-        )
+    weight, of_output = (model.get_submodule(name).weight for name in (found.embedding, found.output))
+    if weight is of_output:
+        tie_stages(weight, f"{found.embedding}.weight", pp_group)
+    layers = [f"{stack.prefix}{index}" for index in range(len(stack.layers))]
+    stage_of = {
+        n: found.stage_of(f"{n}.", pp_group.size) for n in (found.embedding, *layers, stack.norm_name, found.output)
     }
-    for name, stage in passing.items():
+    for name, stage in stage_of.items():
         if stage != own:
             leave_to_other_stage(model.get_submodule(name))
     boundary = _Boundary(pp_group)
@@ -110,9 +103,9 @@ def cut_into_stages(model: Any, pp_group: Group) -> None:
     if own < pp_group.size - 1:  # after it has gathered
         model.get_submodule(stack.norm_name).register_forward_hook(boundary.leave_layers)
         model.register_forward_hook(boundary.leave)
-    first = next(i for i in range(len(stack.layers)) if passing[f"{stack.prefix}{i}"] == own)
-    stack.layers[first].register_forward_pre_hook(boundary.check_arguments, with_kwargs=True)
-    stack.layers[first].register_forward_hook(boundary.check_output)
+    first = model.get_submodule(next(name for name in layers if stage_of[name] == own))
+    first.register_forward_pre_hook(boundary.check_arguments, with_kwargs=True)
+    first.register_forward_hook(boundary.check_output)
 
 
 class _Boundary:

@@ -69,7 +69,7 @@ class Stage(TellsInference, PipelineStage):
             group=group.process_group,
         )
         self.tree, self.counts = tree, counts
-        module.register_forward_pre_hook(self._clear)
+        module.register_forward_pre_hook(self._clear, prepend=True)
         module.register_forward_hook(_logits_alone)
 
     def _clear(self, module: nn.Module, args: tuple) -> None:

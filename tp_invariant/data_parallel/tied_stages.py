@@ -43,7 +43,7 @@ class TiedGradients:
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._tied = {i: p for i, p in enumerate(parameters) if hasattr(p, "tied_stage")}
-        self.copies = {i for i, p in self._tied.items() if hasattr(p, "copy_of")}
+        self.copies = [i for i, p in self._tied.items() if hasattr(p, "copy_of")]
 
     def __bool__(self) -> bool:
         return bool(self._tied)
