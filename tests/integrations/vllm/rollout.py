@@ -1,9 +1,11 @@
-"""A program that samples with vLLM and prints each text and its log-probabilities as JSON: arguments as JSON.
+"""A program that samples with vLLM: `rollout.py RUNS`, a JSON file of a list of runs, whose results it prints as JSON.
 
-    {"model": .., "degree": 2, "dtype": "float32", "prompts": [[..], ..], "others": [..], "sampling": {..}, "out": ..}
+    {"model": .., "degree": 2, "dtype": "float32", "prompts": [[..], ..], "others": [..], "sampling": {..}}
 
-others: folders of weights that are sent to the running engine, one after the other; each is sampled from. It is a
-program because vLLM's workers are processes that import the main one.
+others: folders of weights that are sent to the running engine, one after the other; each is sampled from. A run's
+result is the texts and log-probabilities of each folder, or the text of an error. Its engines run in this process, one
+after the other, because each process spends seconds to import vLLM. It is a program because vLLM's workers import the
+main one, and because layers that are registered stay so.
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def main() -> None:
+def result_of(given: dict[str, Any]) -> Any:
     from vllm import LLM, SamplingParams
 
     import tp_invariant.integrations.vllm as tpi_vllm
 
-    given = json.loads(sys.argv[1])
     stock, degree = given.get("stock", False), given["degree"]
     options: dict[str, Any] = dict(
         tensor_parallel_size=degree, dtype=given["dtype"], skip_tokenizer_init=True, max_model_len=512, max_num_seqs=4,
@@ -53,8 +55,22 @@ def main() -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         llm.reset_prefix_cache()
         results.append(sample())
-    with open(given["out"], "w") as file:
-        json.dump(results, file)
+    llm.llm_engine.engine_core.shutdown()
+    return results
+
+
+def main() -> None:
+    results: list[Any] = []
+    for given in json.loads(Path(sys.argv[1]).read_text()):
+        environment = given.get("environment", {})
+        os.environ.update(environment)
+        try:
+            results.append(result_of(given))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+        for name in environment:
+            del os.environ[name]
+    print("\n" + json.dumps(results))
 
 
 if __name__ == "__main__":

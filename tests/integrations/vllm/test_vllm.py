@@ -1,10 +1,12 @@
 """vLLM's texts and log-probabilities are those of a trainer at TP=1, bit for bit; without the plugin nothing starts.
 
-Needs vLLM, in an environment of its own: `.ci/vllm` makes it and runs these tests. A run of vLLM takes half a minute.
+Needs vLLM, in an environment of its own: `.ci/vllm` makes it and runs these tests. TESTS_OF_VLLM=all runs
+all models, dtypes and degrees.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -36,9 +38,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2": dict(hidden_size=256),  # whose heads are then of 32, the least that vLLM takes
     "gemma2": dict(sliding_window=48, query_pre_attn_scalar=32),
     "gemma3_text": dict(sliding_window=48, query_pre_attn_scalar=32),
+    "qwen3_moe": dict(num_experts=12, num_experts_per_tok=8, moe_intermediate_size=64, norm_topk_prob=True),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=4, intermediate_size=64, sliding_window=48),
     "granite": dict(logits_scaling=8.0, residual_multiplier=0.5, embedding_multiplier=3.0, attention_multiplier=0.1),
 }
 FEW, ALL = ("qwen3",), tuple(KINDS)
+THOROUGH = os.environ.get("TESTS_OF_VLLM") == "all"
+CASES = [
+    (kind, dtype, degree)
+    for kind in (ALL if THOROUGH else FEW)
+    for dtype in (("float32", "bfloat16") if THOROUGH else ("float32",))
+    for degree in ((1, 2, 4) if THOROUGH else (1, 2))
+    if dtype == "float32" or kind in ("gemma3_text", "gpt_oss") or "sliding_window" not in KINDS[kind]  # windows
+]
+SAMPLING: dict[str, Any] = dict(seed=7, temperature=0.8, top_p=0.95)
 
 
 def model_of(kind: str, dtype: torch.dtype, seed: int) -> Any:
@@ -60,19 +74,24 @@ def prompts(lengths: tuple[int, ...] = (37, 3, 64, 50, 11, 200)) -> list[list[in
     return [(shared if i % 3 == 0 else []) + ids for i, ids in enumerate(own)]
 
 
-def rollout(folder: Path, *, mode: bool = True, check: bool = True, **given: Any) -> Any:
-    out = folder / "texts.json"
-    environment = {**os.environ, "TP_INVARIANT_MODE": str(int(mode))} | given.pop("environment", {})
-    command = [sys.executable, str(PROGRAM), json.dumps(dict(given, out=str(out)))]
+def run_of(model: Path | str, dtype: str = "float32", degree: int = 1, **others: Any) -> dict[str, Any]:
+    return dict(model=str(model), dtype=dtype, degree=degree, prompts=prompts(), sampling=dict(seed=1)) | others
+
+
+def results_of(folder: Path, runs: list[dict[str, Any]], *, mode: bool = True, **environment: str) -> list[Any]:
+    """What rollout.py prints for these runs, in a process of its own."""
+    given = folder / "runs.json"
+    given.write_text(json.dumps(runs))
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), str(given)], capture_output=True, text=True, timeout=550,
+            env={**os.environ, "TP_INVARIANT_MODE": str(int(mode))} | environment,
+        )  # fmt: skip
     finally:  # what vLLM's ranks leave where they are ended
         for left in Path("/dev/shm").glob("vllm_dist_*"):
             left.unlink(missing_ok=True)
-    if not check:
-        return done
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def trainers(model: Any, texts: Any, sampling: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
@@ -94,67 +113,87 @@ def trainers(model: Any, texts: Any, sampling: dict[str, Any]) -> tuple[list[lis
     return drawn, scored
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ALL)
-def test_texts_and_log_probabilities_are_the_trainers(kind, dtype, degree, tmp_path):
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory):
+    """kind -> {(dtype, degree): (models, what vLLM gave for each)}, by one process for all runs of a kind."""
+
+    @functools.cache
+    def of(kind: str) -> dict[tuple[str, int], tuple[list[Any], Any]]:
+        folder, cases = tmp_path_factory.mktemp(kind), [case[1:] for case in CASES if case[0] == kind]
+        models, runs = {}, []
+        for dtype, degree in cases:
+            folders = [str(folder / dtype / str(seed)) for seed in (1, 2, 3)]
+            if dtype not in models:
+                models[dtype] = [model_of(kind, getattr(torch, dtype), seed) for seed in (1, 2, 3)]
+                for model, path in zip(models[dtype], folders, strict=True):
+                    model.save_pretrained(path)
+                    tpi.parallelize(model, None).eval()
+            runs.append(run_of(folders[0], dtype, degree, others=folders[1:], sampling=SAMPLING))
+        results = results_of(folder, runs)
+        return {case: (models[case[0]], result) for case, result in zip(cases, results, strict=True)}
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "dtype", "degree"), CASES)
+def test_texts_and_log_probabilities_are_the_trainers(kind, dtype, degree, of_kind):
     """Sampled, chunked prefill, a cached prefix; then after weights were sent twice."""
-    if dtype == "bfloat16" and "sliding_window" in KINDS[kind] and kind != "gemma3_text":
-        pytest.skip("windows are compared in float32")
-    if os.environ.get("TESTS_OF_VLLM") != "all" and (kind not in FEW or dtype != "float32" or degree > 2):
-        pytest.skip("TESTS_OF_VLLM=all runs it")
-    models = [model_of(kind, getattr(torch, dtype), seed) for seed in (1, 2, 3)]
-    folders = [str(tmp_path / str(i)) for i in range(len(models))]
-    for model, folder in zip(models, folders, strict=True):
-        model.save_pretrained(folder)
-    sampling = dict(seed=7, temperature=0.8, top_p=0.95)
-    found = rollout(
-        tmp_path, model=folders[0], others=folders[1:], degree=degree, dtype=dtype, prompts=prompts(), sampling=sampling
-    )
-    texts = [[ids for ids, _ in result] for result in found]
-    assert len({str(text) for text in texts}) == len(models)
+    models, found = of_kind(kind)[dtype, degree]
+    assert isinstance(found, list), found
+    assert len({str([ids for ids, _ in result]) for result in found}) == len(models)
     for model, result in zip(models, found, strict=True):
-        drawn, scored = trainers(tpi.parallelize(model, None).eval(), result, sampling)
+        drawn, scored = trainers(model, result, SAMPLING)
         assert drawn == [ids for ids, _ in result]
         assert scored == [log_probs for _, log_probs in result]
 
 
-def test_stock_vllm_differs(tmp_path):
-    model = model_of("qwen3", torch.float32, 1)
+@pytest.mark.parametrize("kind", ALL if THOROUGH else FEW)
+def test_stock_vllm_differs(kind, tmp_path):
+    model = model_of(kind, torch.float32, 1)
     model.save_pretrained(tmp_path / "m")
-    options = dict(model=str(tmp_path / "m"), degree=2, dtype="float32", prompts=prompts())
-    (found,) = rollout(tmp_path, mode=False, stock=True, **options)
+    ((found,),) = results_of(tmp_path, [run_of(tmp_path / "m", degree=2 if THOROUGH else 1, stock=True)], mode=False)
     _, scored = trainers(tpi.parallelize(model, None).eval(), found, dict(seed=0, temperature=1.0))
     ours, theirs = torch.tensor(scored), torch.tensor([log_probs for _, log_probs in found])
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)  # values
     assert (ours == theirs).float().mean() < 0.5
 
 
-@pytest.mark.parametrize(
-    ("environment", "engine", "text"),
-    [
-        ({"VLLM_PLUGINS": "none"}, {}, "Load format `tp_invariant` is not supported"),
-        ({"VLLM_BATCH_INVARIANT": "1"}, {}, "VLLM_BATCH_INVARIANT=1 replaces kernels"),
-    ],
-    ids=["no plugin", "vLLM's own batch invariance"],
-)
-def test_an_engine_that_would_break_the_contract_does_not_start(environment, engine, text, tmp_path):
+def test_an_engine_without_the_plugin_does_not_start(tmp_path):
     model_of("qwen3", torch.float32, 1).save_pretrained(tmp_path / "m")
-    options = dict(model=str(tmp_path / "m"), degree=1, dtype="float32", prompts=prompts()[:1], sampling=dict(seed=1))
-    done = rollout(tmp_path, check=False, environment=environment, engine=engine, **options)
-    assert done.returncode != 0 and text in done.stderr + done.stdout, done.stderr[-2000:]
+    (error,) = results_of(tmp_path, [run_of(tmp_path / "m")], VLLM_PLUGINS="none")
+    assert "Load format `tp_invariant` is not supported" in error
 
 
-def test_a_layer_that_is_not_ours_is_named(tmp_path):
-    """Experts."""
+def test_what_would_break_the_contract_is_named(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = dict(SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes)).save_pretrained(tmp_path / "m")
-    options = dict(model=str(tmp_path / "m"), degree=1, dtype="float32", prompts=prompts()[:1], sampling=dict(seed=1))
-    done = rollout(tmp_path, check=False, **options)
-    assert done.returncode != 0 and "cannot keep its contract in vLLM" in done.stderr + done.stdout
-    assert "experts" in done.stderr + done.stdout
+    kinds = {
+        "qwen3": {},
+        "olmoe": dict(num_experts=4, num_experts_per_tok=2),
+        "qwen2_moe": dict(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
+        ),
+        "gpt_oss": {},
+    }
+    for kind, own in kinds.items():
+        config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {}), **own})
+        if kind == "gpt_oss":
+            config.swiglu_limit = 5.0
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+    runs = [
+        run_of(tmp_path / "qwen3", environment={"VLLM_BATCH_INVARIANT": "1"}),
+        run_of(tmp_path / "qwen3", engine=dict(enable_expert_parallel=True)),
+        *(run_of(tmp_path / kind) for kind in ("olmoe", "qwen2_moe", "gpt_oss")),
+    ]
+    texts = [
+        ["VLLM_BATCH_INVARIANT=1 replaces kernels"],
+        ["expert parallelism"],
+        ["model.layers.0.mlp.experts routes as olmoe, and not as one of gpt_oss, mixtral, qwen3_moe"],
+        ["routes as qwen2_moe", "has shared experts"],
+        ["computes swigluoai with the numbers [1.702, 5.0]"],
+    ]
+    for error, wanted in zip(results_of(tmp_path, runs), texts, strict=True):
+        assert all(text in error for text in ["cannot keep its contract in vLLM", *wanted]), error
 
 
 def test_arguments_and_parameters():

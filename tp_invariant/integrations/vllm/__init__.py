@@ -14,6 +14,8 @@ layer of the model: without the plugin, or with a layer that is not this package
 Files, each of which imports those above it (all but this one import vLLM):
 
     layers.py       linear layers, embedding, output layer, norms, activations and the rotary embedding
+    experts.py      mixtures of experts: their routers, weights and products
+    gpt_oss.py      how gpt_oss reads its weights
     attention.py    the attention backend, which reads keys and values through vLLM's block table
     checks.py       what of a configuration, and which layers of a model, would break the contract: all faults at once
     loader.py       the load format
@@ -47,9 +49,10 @@ def register() -> None:
 
     if is_tp_invariant_mode_enabled():
         loader.check_version()
-        from . import attention, layers
+        from . import attention, experts, layers
 
         layers.register()
+        experts.register()
         attention.register()
     loader.register()
 

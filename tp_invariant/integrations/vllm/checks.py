@@ -7,12 +7,15 @@ from typing import Any
 
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
+from .experts import MoERunner
 from .layers import Invariant
 
 # modules of torch's and vLLM's without sums and without functions that depend on an element's place
-_PLAIN = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity, nn.Dropout, ApplyRotaryEmb)
+# (RoutedExperts holds weights, which MoERunner uses)
+_PLAIN = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity, nn.Dropout, ApplyRotaryEmb, RoutedExperts)
 _WATCHED = ("vllm.model_executor.layers", "torch.nn.modules")
 
 
@@ -42,6 +45,8 @@ def faults_of_model(model: nn.Module) -> list[str]:
         if isinstance(module, Attention):
             if not isinstance(module.impl, Invariant):
                 faults.append(f"{name} computes attention by {type(module.impl).__name__}")
+        elif isinstance(module, MoERunner):
+            faults += [f"{name} {text}, which is not supported" for text in module.faults()]
         elif kind.__module__.startswith(_WATCHED) and not isinstance(module, (Invariant, *_PLAIN)):
             faults.append(f"{name} is vLLM's or torch's {kind.__name__}")
     return faults

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.rotary_embedding import linear_scaling_rope, lla
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...batch_invariant.context import batch_invariant
+from ...batch_invariant.dispatch import unrouted
 from ...functional.gated import gated_activation
 from ...functional.rotary_embedding import rotary_embedding
 from ...gemm.gemm_fn import gemm
@@ -67,7 +68,9 @@ def _check_unquantized(layer: nn.Module, allowed: type) -> None:
         )
 
 
-def _linear(base: type) -> type:
+def linear_layer(base: type) -> type:
+    """A class like base, one of vLLM's linear layers, with this library's product."""
+
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)  # type: ignore[misc]
         _check_unquantized(self, linear.UnquantizedLinearMethod)
@@ -229,7 +232,11 @@ class GeluAndMul(_Native, activation.GeluAndMul):
 
 
 class _Rotary(_Native):
-    """cos and sin on whole vectors, as in the trainer; the rotation as there."""
+    """Frequencies by torch's functions, cos and sin on whole vectors, and the rotation, as in the trainer."""
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        parent: Any = super()
+        return unrouted(parent._compute_inv_freq, base)
 
     def _compute_cos_sin_cache(self) -> Tensor:
         base: Any = super()
@@ -261,7 +268,7 @@ def register() -> None:
     """Registers this file's classes with vLLM under the names of those that they derive from; a second time nothing."""
     if "RowParallelLinear" in op_registry_oot:
         return
-    for layer in (*map(_linear, _LINEAR), *_LAYERS):
+    for layer in (*map(linear_layer, _LINEAR), *_LAYERS):
         PluggableLayer.register_oot(name=layer.__name__)(layer)
     rotary = (type(cls.__name__, (_Rotary, cls), {"__module__": __name__}) for cls in _ROTARY)
     for op in (*_OPS, *rotary):
