@@ -21,7 +21,7 @@ import tp_invariant as tpi
 from tp_invariant.sampling import Draws
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # on two cores, six runs of a model take minutes
 PROGRAM = Path(__file__).with_name("rollout.py")
 SIZES = dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
@@ -84,7 +84,7 @@ def results_of(folder: Path, runs: list[dict[str, Any]], *, mode: bool = True, *
     given.write_text(json.dumps(runs))
     try:
         done = subprocess.run(
-            [sys.executable, str(PROGRAM), str(given)], capture_output=True, text=True, timeout=550,
+            [sys.executable, str(PROGRAM), str(given)], capture_output=True, text=True,
             env={**os.environ, "TP_INVARIANT_MODE": str(int(mode))} | environment,
         )  # fmt: skip
     finally:  # what vLLM's ranks leave where they are ended
@@ -167,33 +167,51 @@ def test_an_engine_without_the_plugin_does_not_start(tmp_path):
 def test_what_would_break_the_contract_is_named(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kinds = {
-        "qwen3": {},
-        "olmoe": dict(num_experts=4, num_experts_per_tok=2),
-        "qwen2_moe": dict(
-            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
-        ),
-        "gpt_oss": {},
-    }
-    for kind, own in kinds.items():
-        config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {}), **own})
-        if kind == "gpt_oss":
-            config.swiglu_limit = 5.0
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
+    for kind, own in {"qwen2_moe": sizes, "gpt_oss": {**KINDS["gpt_oss"], "swiglu_limit": 5.0}}.items():
+        config = AutoConfig.for_model(kind, **{**SIZES, **own})
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
-    runs = [
-        run_of(tmp_path / "qwen3", environment={"VLLM_BATCH_INVARIANT": "1"}),
-        run_of(tmp_path / "qwen3", engine=dict(enable_expert_parallel=True)),
-        *(run_of(tmp_path / kind) for kind in ("olmoe", "qwen2_moe", "gpt_oss")),
-    ]
+    config = json.loads((tmp_path / "gpt_oss" / "config.json").read_text())
+    (tmp_path / "mxfp4").mkdir()
+    (tmp_path / "mxfp4" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    both = dict(environment={"VLLM_BATCH_INVARIANT": "1"}, engine=dict(enable_expert_parallel=True))
+    runs = [run_of(tmp_path / kind) for kind in ("qwen2_moe", "gpt_oss")]
+    runs += [run_of(tmp_path / "mxfp4", "bfloat16"), run_of(tmp_path / "qwen2_moe", **both)]
+    experts = "model.layers.0.mlp.experts"
     texts = [
-        ["VLLM_BATCH_INVARIANT=1 replaces kernels"],
-        ["expert parallelism"],
-        ["model.layers.0.mlp.experts routes as olmoe, and not as one of gpt_oss, mixtral, qwen3_moe"],
-        ["routes as qwen2_moe", "has shared experts"],
-        ["computes swigluoai with the numbers [1.702, 5.0]"],
+        [f"{experts} routes as qwen2_moe, and not as one of gpt_oss, mixtral, qwen3_moe", "has shared experts"],
+        [f"{experts} computes swigluoai with the numbers [1.702, 5.0]"],
+        ["mxfp4' is not supported"],
+        ["VLLM_BATCH_INVARIANT=1 replaces kernels", "expert parallelism is not supported"],
     ]
     for error, wanted in zip(results_of(tmp_path, runs), texts, strict=True):
         assert all(text in error for text in ["cannot keep its contract in vLLM", *wanted]), error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "qwen3_moe"])
+def test_experts_of_equal_logits_are_chosen_as_in_the_trainer(kind, dtype):
+    from tp_invariant.integrations.vllm.experts import ROUTERS
+
+    model = model_of(kind, dtype, 1)
+    block = model.model.layers[0].mlp
+    router = block.router if kind == "gpt_oss" else block.gate
+    router.weight.data[1::2] = router.weight.data[::2]  # twins
+    if kind == "gpt_oss":
+        router.bias.data[1::2] = router.bias.data[::2]
+    given: list[Any] = []
+    router.register_forward_hook(lambda module, args, output: given.extend(output))
+    tpi.parallelize(model, None).eval()
+    with tpi.set_tp_invariant_mode(True), torch.no_grad():
+        block(torch.randn(1, 50, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0)).to(dtype))
+        logits, weights, index = given
+        for rows in (slice(None), slice(7, 8)):
+            own_weights, own_index = ROUTERS[kind](logits[rows], index.shape[1], True)
+            tpi.testing.assert_bitwise_equal(own_weights, weights[rows])
+            assert torch.equal(own_index, index[rows])
+    assert torch.equal(index[:, 0] + 1, index[:, 1]) and (index[:, 0] % 2 == 0).all()
 
 
 def test_arguments_and_parameters():

@@ -24,7 +24,9 @@ def faults_of_config(config: Any) -> list[str]:
     parallel, model = config.parallel_config, config.model_config
     faults = {
         "compiled code fuses what must be rounded: pass enforce_eager=True": not model.enforce_eager,
-        "quantization is not supported": config.quant_config is not None,
+        f"quantization={model.quantization!r} is not supported: load weights in bfloat16, float16 or float32": (
+            config.quant_config is not None
+        ),
         "LoRA is not supported": config.lora_config is not None,
         "speculative decoding is not supported": config.speculative_config is not None,
         "pipeline parallelism is not supported": parallel.pipeline_parallel_size > 1,
