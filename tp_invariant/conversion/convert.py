@@ -47,7 +47,9 @@ from ..layers.experts import check_replicas_of
 from ..layers.in_place import all_or_nothing, convert, held_outside, problems_in_place
 from ..layers.parameters import ShardedModule
 from ..layers.replicate import place_whole
+from ..layers.sequence_chunks import ChunkedSequence, cut_by_chunk, problems_by_chunk
 from .gradient_flow import FirstForward, check_mask
+from .mesh_dims import MeshDims, install_over_cp, problems_over_cp
 from .plan_check import check_plan
 from .plans import Part, own_plan
 from .survey import SEQUENCE_DIM, Survey
@@ -56,9 +58,11 @@ from .survey import SEQUENCE_DIM, Survey
 @numbers_given_back()
 def parallelize(
     model: nn.Module,
-    tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
+    tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
     plan: Mapping[str, str | Part] | None = None,
     *,
+    mesh: DeviceMesh | None = None,
+    sequence_chunks: int = 1,
     sequence_parallel: bool = False,
     gemm_fn: GemmFn | None = None,
     expert_parallel_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
@@ -85,6 +89,12 @@ def parallelize(
             holds a former parameter raises at its first step. Modules that stay as they are see their local tensors
             (`replicate_`).
         plan: {pattern: style or Part}, see plans.py; None: the plan of a Hugging Face model.
+        mesh: in place of tp_group, a DeviceMesh whose dims are among pp, dp, cp and tp (docs/layouts.md). All its ranks
+            hold the same model. With "cp" each rank is called with its part of every sequence (`tpi.sequence_part`);
+            MicroBatchTree(.., mesh=mesh) completes the gradients. A model of one's own that calls tpi.attention gives
+            it cp_group itself; F.scaled_dot_product_attention is given it here.
+        sequence_chunks: into how many chunks each sequence is cut, at every layout: a gradient is one partial sum for
+            each, see `context_parallel_`. The degree of "cp" must divide it.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence length where there are gradients. Without,
             calls of other lengths, such as generate's, run without sequence parallelism.
@@ -113,7 +123,9 @@ def parallelize(
         RuntimeError: the same on every rank, before anything is changed: ranks with different weights, models or
             arguments.
     """
-    group = resolve_group(tp_group)
+    dims = MeshDims() if mesh is None else MeshDims.of(mesh, tp_group)
+    group = resolve_group(tp_group) if mesh is None else dims.tp
+    sequence = ChunkedSequence(dims.cp, sequence_chunks, SEQUENCE_DIM, type(model).__name__)
     stored_over = None if expert_parallel_group is None else resolve_group(expert_parallel_group)
     everyone = group  # all ranks that have a part of the model, or the same one
     if stored_over is not None:
@@ -133,7 +145,14 @@ def parallelize(
         survey.problems += problems_in_place(model, survey.layers, group) + held_outside(model, survey.layers, group)
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
+    if sequence_chunks > 1:
+        survey.problems += problems_by_chunk(model, survey.shards)
+    if survey.is_hugging_face:
+        survey.problems += problems_over_cp(model, dims.cp, survey.attention_stays)
+    if dims.pp.size > 1:  # HERE: the problems of cutting the model into stages (conversion/stages.py)
+        survey.problems.append(f"pp={dims.pp.size}: pipeline stages are not supported")
     facts = {
+        "sequence_chunks": sequence_chunks,
         "sequence_parallel": sequence_parallel,
         "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
         "what parallelize cannot honour": survey.problems,
@@ -151,6 +170,7 @@ def parallelize(
         share_error(error, everyone, torch.device("cpu"), set())
     else:
         check_same_model(model, everyone, facts, error=error if survey.problems else None)
+        dims.check_same(model, facts)
     if survey.problems:
         raise error
     if verify:
@@ -164,16 +184,19 @@ def parallelize(
 
         check_plan(model, convert, example_inputs, group)
     with all_or_nothing(model, everyone):
-        _convert(model, survey)
+        # HERE: conversion/stages.py leaves this rank's stage
+        _convert(model, survey, sequence)
         if group.mesh is not None:
             place_whole(model, group.mesh)
+        if sequence_chunks > 1:
+            cut_by_chunk(model, sequence)
         FirstForward(model, group)
     name_parameters(model.named_parameters())
     return model
 
 
-def _convert(model: nn.Module, survey: Survey) -> None:
-    """Changes the model as its survey says."""
+def _convert(model: nn.Module, survey: Survey, sequence: ChunkedSequence | None = None) -> None:
+    """Changes the model as its survey says. sequence: of a model over a mesh."""
     convert(model, survey.layers)
     for name in survey.latents:
         SharedKeys(model.get_submodule(name), survey.group)
@@ -184,6 +207,8 @@ def _convert(model: nn.Module, survey: Survey) -> None:
     if survey.is_hugging_face:
         hugging_face.install(model, survey.attention_stays)
         fused.install(model)
+        if sequence is not None:
+            install_over_cp(model, sequence.group)
         # for attention in a model's own code, which does not use the interface; without the output layer's caller
         linears = [name for name, part in survey.parts.items() if part.linear_options() and "." in name]
         attending = callers(model, linears)
@@ -194,7 +219,7 @@ def _convert(model: nn.Module, survey: Survey) -> None:
     for caller in attending.values():
         SafeSdpa(caller, partial(check_mask, survey.group))
     if survey.stack is not None:
-        hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1))
+        hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1), sequence)
         with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")
         norm = model.get_submodule(survey.stack.norm_name)
         for name in survey.blocks:
@@ -221,10 +246,14 @@ class _SequenceHooks:
 
     Where the degree does not divide the sequence, a forward without gradients runs without sequence parallelism (a
     prompt of any length), and so does one of fewer tokens than ranks (decoding).
+
+    chunks: where gradients are sums for each of several chunks of the sequence, each chunk is scattered and gathered by
+    itself: a rank's tokens are its part of chunk 0, its part of chunk 1, and so on.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, chunks: ChunkedSequence | None = None) -> None:
         self.over = self.group = group  # `group` has one rank in a forward without sequence parallelism
+        self.chunks = chunks
         self.whole: list[Any] = []  # the layers that then run without it
         self.inside = False
         self.tokens = 0  # of this rank's part of the sequence, in the latest forward
@@ -246,14 +275,24 @@ class _SequenceHooks:
             layer.sequence_parallel = shards
         self.whole = [] if shards else self.whole
 
+    def _along(self, move: Callable[..., Tensor], x: Tensor) -> Tensor:
+        pieces = 1 if self.chunks is None or self.group.size == 1 or self.chunks.held == 1 else self.chunks.pieces
+        if pieces == 1:
+            return move(x, self.group, SEQUENCE_DIM)
+        moved = move(x.unflatten(SEQUENCE_DIM, (pieces, -1)), self.group, SEQUENCE_DIM + 1)
+        return moved.flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
+
+    def _scattered(self, x: Tensor) -> Tensor:
+        return self._along(scatter_sequence, x)
+
     def scatter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        args, kwargs = _with_first(scatter_sequence, self.group, args, kwargs)
+        args, kwargs = _with_first(self._scattered, args, kwargs)
         if self.group.size > 1:
             self.inside, self.tokens = True, _first(args, kwargs).shape[SEQUENCE_DIM]
         return args, kwargs
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return _with_first(_gather_into_block, self.group, args, kwargs, everywhere=True)
+        return _with_first(partial(self._along, _gather_into_block), args, kwargs, everywhere=True)
 
     def enter_unsharded_block(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -284,16 +323,16 @@ class _SequenceHooks:
                 f"{tuple(first.shape)}, and sequence_parallel scatters what it puts out: that must begin with the same "
                 f"B and S, and is {what}. Use sequence_parallel=False"
             )
-        part = scatter_sequence(whole, self.group, SEQUENCE_DIM)
+        part = self._scattered(whole)
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
     def scatter_before_layers(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return (args, kwargs) if self.inside else _with_first(scatter_sequence, self.group, args, kwargs)
+        return (args, kwargs) if self.inside else _with_first(self._scattered, args, kwargs)
 
     def gather(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self.group.size > 1:
             self.inside = False
-        return gather_for_layers(output, self.group, SEQUENCE_DIM)
+        return self._along(gather_for_layers, output)
 
     def gather_hidden_states(self, owner: nn.Module, args: Any, output: Any) -> Any:
         """Gathers the layers' hidden states (output_hidden_states=True) that have only this rank's tokens."""
@@ -306,7 +345,7 @@ class _SequenceHooks:
     def _whole(self, states: tuple) -> tuple:
         """They lie beside the model's path, so that they have no gradient to retain."""
         return tuple(
-            gather_sequence(x, self.group, SEQUENCE_DIM)
+            self._along(gather_sequence, x)
             if isinstance(x, Tensor) and x.dim() == 3 and x.shape[SEQUENCE_DIM] == self.tokens
             else x
             for x in states
@@ -331,7 +370,7 @@ def _name_of_first(kwargs: dict[str, Any]) -> str:
 
 
 def _with_first(
-    move: Callable, group: Group, args: tuple, kwargs: dict[str, Any], *, everywhere: bool = False
+    move: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any], *, everywhere: bool = False
 ) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a layer or block after `move` of its hidden states.
 
@@ -341,7 +380,7 @@ def _with_first(
     if not args and name not in kwargs:
         raise TypeError(f"hidden states must come first or as hidden_states=..; got {', '.join(kwargs) or 'nothing'}")
     first = _first(args, kwargs)
-    moved = move(first, group, SEQUENCE_DIM)
+    moved = move(first)
     if everywhere:
         return tuple(moved if x is first else x for x in args), {
             k: moved if x is first else x for k, x in kwargs.items()

@@ -17,7 +17,7 @@ Legend: B sequences, S tokens of each on this rank, P ranks of tensor parallelis
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,13 @@ class ChunkedSequence:
     """
 
     def __init__(self, group: Group, chunks: int, dim: int, name: str) -> None:
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1 or chunks % group.size:
+            raise ValueError(
+                f"sequence_chunks={chunks!r} on rank {group.rank} of cp_group must be a positive multiple of the "
+                f"context parallel degree {group.size}"
+            )
+        if dim not in (0, 1):
+            raise ValueError(f"sequence_dim={dim!r} on rank {group.rank} of cp_group must be 0 or 1")
         self.group, self.chunks, self.dim, self.name = group, chunks, dim, name
         self.held = chunks // group.size
         self._forward: tuple[int, int | None, int] | None = None  # the pieces, B, S; None outside of a forward
@@ -322,7 +329,13 @@ def context_parallel_(
         RuntimeError: on every rank: different arguments or weights; nothing was changed.
     """
     group = resolve_group(cp_group)
-    sequence = sequence_of(module, group, sequence_chunks, sequence_dim)
+    sequence = ChunkedSequence(group, sequence_chunks, sequence_dim, type(module).__name__)
+    if problems := problems_by_chunk(module):
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(
+            f"{type(module).__name__} cannot have gradients for each of {sequence_chunks} chunks of the sequence on "
+            f"rank {group.rank} of cp_group; nothing was changed:\n{lines}"
+        )
     if sequence.held > 1:
         for name, child in module.named_modules():
             if getattr(child, "sequence_parallel", False) and child.group.size > 1:
@@ -337,32 +350,19 @@ def context_parallel_(
     return module
 
 
-def sequence_of(module: nn.Module, group: Group, chunks: int, dim: int) -> ChunkedSequence:
-    """What modules of `module` will know of its forwards.
+def problems_by_chunk(model: nn.Module, whole: Mapping[str, Container[str]] | None = None) -> list[str]:
+    """Why parameters of `model` cannot have a gradient for each chunk, one line for each module.
 
-    Raises:
-        ValueError: arguments that do not fit, or what `context_parallel_` names.
+    whole: {name of a module: those of its parameters whose gradient will be complete}; None: as the modules say.
     """
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1 or chunks % group.size:
-        raise ValueError(
-            f"sequence_chunks={chunks!r} on rank {group.rank} of cp_group must be a positive multiple of the context "
-            f"parallel degree {group.size}"
-        )
-    if dim not in (0, 1):
-        raise ValueError(f"sequence_dim={dim!r} on rank {group.rank} of cp_group must be 0 or 1")
-    if problems := list(_problems(module)):
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ValueError(
-            f"{type(module).__name__} cannot have gradients for each of {chunks} chunks of the sequence on rank "
-            f"{group.rank} of cp_group; nothing was changed:\n{lines}"
-        )
-    return ChunkedSequence(group, chunks, dim, type(module).__name__)
+    return list(_problems(model, whole or {}))
 
 
-def _problems(model: nn.Module) -> Iterator[str]:
+def _problems(model: nn.Module, whole: Mapping[str, Container[str]]) -> Iterator[str]:
     for name, module in model.named_modules():
         where = f"{name or type(model).__name__}, a {type(module).__name__}"
-        own = [key for key, p in module._parameters.items() if p is not None and key not in _whole_in(module)]
+        complete = whole.get(name, _whole_in(module))
+        own = [key for key, p in module._parameters.items() if p is not None and key not in complete]
         if any(chunks_of(p) is not None for p in module.parameters(recurse=False)):
             yield f"{where}: has chunks of a sequence already"
         elif is_parametrized(module):
