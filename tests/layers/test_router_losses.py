@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import init_device_mesh
 from ranks import run_ranks
 from torch import Tensor
 
@@ -81,6 +82,29 @@ def test_every_degree_has_the_bytes_of_one(degree):
     for results in run_ranks(lambda tp_group: [losses(tp_group, *case) for case in CASES], degree):
         for case, got, want in zip(CASES, results, wanted, strict=True):
             assert case and assert_bitwise_equal(got, want) is None
+
+
+def over_both(tp_group: Any) -> list[Any]:
+    """`losses` of CASES[1], of this rank's part of its context-parallel rank's part of the tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    groups = [resolve_group(mesh[name]) for name in ("cp", "tp")]
+    every, mask = logits_of(3)
+    for group in groups:
+        *every, mask = (one.chunk(2, 1)[group.rank] for one in (*every, mask))
+    options: dict[str, Any] = dict(tp_group=mesh["tp"], cp_group=mesh["cp"], sequence_parallel=True, sequence_dim=1)
+    found: list[Any] = []
+    for loss in (functools.partial(tpi.load_balancing_loss, top_k=2), tpi.router_z_loss):
+        leaves = [one.clone().requires_grad_() for one in every]
+        value = loss(leaves, mask=mask, **options)
+        (value * 0.3).backward()
+        grads = [gather_dim(gather_dim(leaf.grad, 1, groups[1]), 1, groups[0]) for leaf in leaves]
+        found += [value.detach(), *grads]
+    return found
+
+
+def test_context_and_sequence_parallelism():
+    for found in run_ranks(over_both, 4):
+        assert_bitwise_equal(found, losses(None, *CASES[1]))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,7 @@
 """Auxiliary losses of a router, the same bits at every degree: load balancing, and the z-loss.
 
-Both are sums over all tokens of a micro-batch. Under sequence parallelism each rank has a part of the tokens: then the
-logits, E numbers a token, are gathered first, and every rank computes what TP=1 computes. So the loss is the same on
+Both are sums over all tokens of a micro-batch. Under sequence or context parallelism a rank has a part of them: then
+the logits, E numbers a token, are gathered first, and every rank computes what one computes. So the loss is the same on
 every rank, and so is its gradient, of which a rank takes the part of its tokens; nothing is summed over ranks.
 
     p[t, e]     softmax of the logits in fp32       C[e]   how often e is among a token's top_k: integers
@@ -100,10 +100,11 @@ def _whole(
     tp_group: dist.ProcessGroup | DeviceMesh | Group | None,
     sequence_parallel: bool,
     sequence_dim: int,
+    cp_group: dist.ProcessGroup | DeviceMesh | Group | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The logits of all tokens, layer after layer, [N, E], and the mask of them, [N] in fp32."""
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
-    group = resolve_group(tp_group)
+    group, context = resolve_group(tp_group), resolve_group(cp_group)
     if not layers:
         raise ValueError("router_logits is empty: give the logits of at least one layer")
     for number, logits in enumerate(layers):
@@ -118,11 +119,12 @@ def _whole(
     lead = layers[0].shape[:-1]
     if mask is not None and mask.shape != lead:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: it must be {tuple(lead)}, that of the logits' tokens")
-    if sequence_parallel and not 0 <= sequence_dim < len(lead):
+    groups = [g for g in (group if sequence_parallel else None, context) if g is not None and g.size > 1]
+    if (sequence_parallel or groups) and not 0 <= sequence_dim < len(lead):
         raise ValueError(f"sequence_dim={sequence_dim} is not a token dim of logits with shape {(*lead, '..')}")
-    if sequence_parallel and group.size > 1:
-        layers = [gather_sequence(logits, group, sequence_dim) for logits in layers]
-        mask = None if mask is None else gather_dim(mask.to(torch.uint8), sequence_dim, group)
+    for over in groups:  # a rank of cp_group has consecutive tokens, of which those of tp_group have parts
+        layers = [gather_sequence(logits, over, sequence_dim) for logits in layers]
+        mask = None if mask is None else gather_dim(mask.to(torch.uint8), sequence_dim, over)
     if layers[0].numel() == 0:
         raise ValueError("router_logits has no tokens: a mean over them is not defined")
     flat = [flatten_tokens(logits) for logits in layers]
@@ -139,6 +141,7 @@ def load_balancing_loss(
     tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
     sequence_parallel: bool = False,
     sequence_dim: int = 0,
+    cp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
     gemm_fn: GemmFn | None = None,
 ) -> Tensor:
     """E * the sum over experts of (choices per token) * (mean probability): top_k if all experts are used alike.
@@ -157,6 +160,7 @@ def load_balancing_loss(
         tp_group: of the layers. Needed with sequence_parallel alone.
         sequence_parallel, sequence_dim: whether, and along which dim, logits and mask are this rank's part of the
             tokens; otherwise they are all tokens, the same on every rank.
+        cp_group: context parallelism: logits and mask are this rank's part of each sequence, along sequence_dim.
         gemm_fn: for the sum over tokens, as for Linear.
 
     Returns:
@@ -167,7 +171,7 @@ def load_balancing_loss(
         ValueError: shapes that do not fit together, no tokens, or a top_k that is not from 1 to E.
         RuntimeError: ranks whose shapes or dtypes differ, under sequence parallelism.
     """
-    logits, weights = _whole(router_logits, mask, tp_group, sequence_parallel, sequence_dim)
+    logits, weights = _whole(router_logits, mask, tp_group, sequence_parallel, sequence_dim, cp_group)
     if not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"top_k={top_k} must be from 1 to {logits.shape[1]}, the number of experts")
     return _LoadBalance.apply(logits, weights, top_k, gemm_fn)
@@ -181,11 +185,12 @@ def router_z_loss(
     tp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
     sequence_parallel: bool = False,
     sequence_dim: int = 0,
+    cp_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
     gemm_fn: GemmFn | None = None,
 ) -> Tensor:
     """The mean over tokens of log(sum over experts of exp(logit))^2, which keeps logits small.
 
     Arguments, result and errors are load_balancing_loss's.
     """
-    logits, weights = _whole(router_logits, mask, tp_group, sequence_parallel, sequence_dim)
+    logits, weights = _whole(router_logits, mask, tp_group, sequence_parallel, sequence_dim, cp_group)
     return _ZLoss.apply(logits, weights, gemm_fn)

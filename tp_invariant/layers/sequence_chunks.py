@@ -35,7 +35,6 @@ from ..core.graph_breaks import outside_of_graphs
 from ..core.module_hooks import has_own_forward, with_key
 from ..core.torch_private import current_backward, tree
 from ..functional.partial_gradients import PartialGradients
-from .linear import Linear
 from .local_parameters import PartsOfForeignModule
 from .parameters import KeepsAttributes, is_over_data
 from .vocab_embedding import VocabParallelEmbedding
@@ -222,9 +221,11 @@ class ByChunk(KeepsAttributes):
         pieces, batch, length = self._sequence.of(self._where)
         given, structure = tree.tree_flatten((args, kwargs))
         tensors = [x for x in given if isinstance(x, Tensor) and x.dim()]
-        # under sequence parallelism an input may be this rank's tokens of each chunk
-        mine = length // self._parts_of_tokens() // pieces
-        cut = iter([self._cut(x, batch, mine, pieces) for x in tensors])
+        # under sequence parallelism inputs or outputs are this rank's tokens of each chunk
+        ranks: Any = self.group.size if getattr(self, "sequence_parallel", False) else 1
+        whole, part = length // pieces, length // pieces // ranks
+        takes_whole = isinstance(self, VocabParallelEmbedding) or getattr(self, "parallel_mode", None) == "row"
+        cut = iter([self._cut(x, batch, whole if takes_whole else part, pieces) for x in tensors])
         columns = [next(cut) if isinstance(x, Tensor) and x.dim() else [x] * pieces for x in given]
         own, outputs = dict(self._parameters), []
         aliases = {n: _aliases(p, pieces) for n, p in own.items() if p is not None and p.requires_grad}
@@ -236,15 +237,8 @@ class ByChunk(KeepsAttributes):
         finally:
             self._parameters.update(own)
         leaves, (structure, *_) = zip(*map(tree.tree_flatten, outputs), strict=True)
-        lengths = (length // pieces, mine)
-        joined = [self._join(one, batch, lengths) for one in zip(*leaves, strict=True)]
+        joined = [self._join(one, batch, (whole, part)) for one in zip(*leaves, strict=True)]
         return tree.tree_unflatten(joined, structure)
-
-    def _parts_of_tokens(self) -> int:
-        """P if the module's input has this rank's tokens alone."""
-        whole = isinstance(self, VocabParallelEmbedding) or (isinstance(self, Linear) and self.parallel_mode == "row")
-        group: Any = self.group if getattr(self, "sequence_parallel", False) and not whole else Group(None, 0, 1)
-        return int(group.size)
 
     def _place(self, shape: torch.Size, batch: int | None, lengths: tuple[int, ...]) -> tuple[int, int] | None:
         """(the dim with the tokens, 0; or with both if they are flattened, how many each sequence has)."""

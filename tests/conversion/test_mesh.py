@@ -1,0 +1,200 @@
+"""parallelize(mesh=..): one digest at every layout of dp, cp and tp, with and without sequence parallelism."""
+
+import functools
+import math
+
+import hf_models
+import pytest
+import torch
+import torch.nn.functional as F
+from meshes import init_device_mesh
+from ranks import run_ranks
+from torch import nn
+
+import tp_invariant as tpi
+from tp_invariant.data_parallel import MicroBatchTree
+from tp_invariant.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("mode_on")
+MICRO_BATCHES, BATCH, LENGTH, CHUNKS, VOCABULARY, HIDDEN, HEADS, KEYS, SIZE = (
+    4,
+    2,
+    32,
+    4,
+    hf_models.VOCABULARY,
+    64,
+    8,
+    4,
+    8,
+)
+
+
+class Attention(nn.Module):
+    """Grouped queries, rotary embedding, and torch's attention, which parallelize replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, HEADS * SIZE)
+        self.k_proj = nn.Linear(HIDDEN, KEYS * SIZE)
+        self.v_proj = nn.Linear(HIDDEN, KEYS * SIZE)
+        self.o_proj = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+
+    def forward(self, hidden_states, cos, sin):
+        q, k, v = (
+            p(hidden_states).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = tpi.rotary_embedding(q, k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 128, bias=False), nn.Linear(HIDDEN, 128, bias=False)
+        self.down_proj = nn.Linear(128, HIDDEN)
+
+    def forward(self, hidden_states):
+        return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.RMSNorm(HIDDEN), Attention(), nn.RMSNorm(HIDDEN), Mlp()
+
+    def forward(self, hidden_states, cos, sin):
+        x = hidden_states + self.attn(self.norm1(hidden_states), cos, sin)
+        return x + self.mlp(self.norm2(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids, position_ids):
+        angles = position_ids[:, :, None] / 100 ** (torch.arange(0, SIZE, 2) / SIZE)
+        cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+PLAN = {
+    "embed": "embedding_rowwise", "head": "colwise_gather_output", "layers.*.attn.o_proj": "rowwise",
+    "layers.*.mlp.down_proj": "rowwise", **{f"layers.*.attn.{name}_proj": "colwise" for name in "qkv"},
+    "layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise",
+}  # fmt: skip
+
+
+def build(kind, **options):
+    if kind != "own":
+        return hf_models.build(kind, **options)
+    torch.manual_seed(0)
+    model = Decoder()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(torch.exp2(torch.randint(-2, 3, p.shape).float()))
+    return model
+
+
+def logits_of(model, ids, positions):
+    output = model(input_ids=ids, position_ids=positions)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def micro_batch(step, index):
+    generator = torch.Generator().manual_seed(100 * step + index)
+    tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses_of(logits, targets):
+    return tpi.vocab_parallel_cross_entropy(logits, targets, tp_group=None, reduction="none")
+
+
+def trained(tp_group, layout, settings):
+    return train(layout, **settings)
+
+
+def train(layout, kind="own", chunks=CHUNKS, steps=2, sp=False, recompute=False, positions=False, plain=False):
+    """layout: (dp, cp, tp). Logits and losses of micro-batch 0, and full gradients, norms and parameters."""
+    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp", "cp", "tp"))
+    cp = mesh["cp"]
+    model = build(kind)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=recompute == "reentrant"))
+    plan = PLAN if kind == "own" else None
+    model = tpi.parallelize(model, plan=plan, mesh=mesh, sequence_chunks=chunks, sequence_parallel=sp)
+    tree = MicroBatchTree(model.parameters(), mesh=mesh, micro_batches=MICRO_BATCHES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = {}
+    for step in range(steps):
+        for i in tree.share:
+            ids, targets = (tpi.sequence_part(x, cp) for x in micro_batch(step, i))
+            places = tpi.sequence_part(torch.arange(LENGTH)[None], cp) if kind == "own" or positions else None
+            logits = logits_of(model, ids, places)
+            losses = tpi.regions.gather_sequence(losses_of(logits, targets), cp, 1)
+            losses.sum().backward()
+            tree.add(count=losses.numel())
+            if i == 0:
+                found[f"logits {step}"] = tpi.regions.gather_sequence(logits.detach(), cp, 1)
+                found[f"losses {step}"] = losses.detach()
+        tree.reduce()
+        found[f"grads {step}"] = tpi.testing.full_grads(model)
+        found[f"norm {step}"] = tpi.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"parameters {step}"] = tpi.testing.full_parameters(model)
+    return found
+
+
+def run(layout, **settings):
+    return run_ranks(trained, math.prod(layout), layout, settings)
+
+
+@functools.cache
+def alone(**settings):
+    return run((1, 1, 1), **settings)[0]
+
+
+def same(layout, expected, **settings):
+    """Ranks that do not have micro-batch 0 have no logits."""
+    ranks = run(layout, **settings)
+    for rank, found in enumerate(ranks):
+        assert_bitwise_equal(found, {name: expected[name] for name in found}, f"{layout}, {settings}, rank {rank}")
+    assert ranks[0].keys() == expected.keys()
+
+
+LAYOUTS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 1)]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_own_decoder(layout, sp):
+    same(layout, alone(), sp=sp)
+
+
+def test_values_and_controls():
+    cut, whole = alone(), alone(chunks=1)
+    assert_bitwise_equal(whole["logits 0"], cut["logits 0"])
+    assert all(
+        tpi.testing.digest(whole["grads 0"][name]) != tpi.testing.digest(cut["grads 0"][name])
+        for name in whole["grads 0"]
+    )
+    model = build("own").double()
+    for i in range(MICRO_BATCHES):
+        ids, targets = micro_batch(0, i)
+        with tpi.set_tp_invariant_mode(False):
+            logits = model(ids, torch.arange(LENGTH)[None])
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    for name, p in model.named_parameters():
+        expected = p.grad / (MICRO_BATCHES * BATCH * LENGTH)
+        for found in (whole, cut):
+            assert (found["grads 0"][name] - expected).norm() < 1e-5 * expected.norm(), name
