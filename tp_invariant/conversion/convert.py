@@ -217,7 +217,7 @@ def _convert(model: nn.Module, survey: Survey, sequence: ChunkedSequence | None 
     else:
         attending = callers(model, survey.layers) | {id(model): model}
     for caller in attending.values():
-        SafeSdpa(caller, partial(check_mask, survey.group))
+        SafeSdpa(caller, partial(check_mask, survey.group), None if sequence is None else sequence.group)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1), sequence)
         with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")
