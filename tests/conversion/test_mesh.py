@@ -7,6 +7,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from error_texts import refused
 from meshes import init_device_mesh
 from ranks import run_ranks
 from torch import nn
@@ -29,6 +30,11 @@ MICRO_BATCHES, BATCH, LENGTH, CHUNKS, VOCABULARY, HIDDEN, HEADS, KEYS, SIZE = (
 )
 
 
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
 class Attention(nn.Module):
     """Grouped queries, rotary embedding, and torch's attention, which parallelize replaces."""
 
@@ -43,7 +49,7 @@ class Attention(nn.Module):
         q, k, v = (
             p(hidden_states).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = tpi.rotary_embedding(q, k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -176,25 +182,90 @@ LAYOUTS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 1)]
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-def test_own_decoder(layout, sp):
-    same(layout, alone(), sp=sp)
+def test_own_decoder(layout):
+    for sp in {False, layout[2] > 1}:
+        same(layout, alone(), sp=sp)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("layout", [(1, 4, 1), (1, 2, 2), (2, 2, 1)], ids=str)
+def test_hugging_face(kind, layout):
+    """Tied embeddings and norms of heads; a mixture of experts; sinks, windows and biases."""
+    same(layout, alone(kind=kind), kind=kind, sp=layout[2] > 1)
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_activation_checkpointing(recompute):
+    """The positions are given, too."""
+    same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", sp=True, recompute=recompute, positions=True)
 
 
 def test_values_and_controls():
+    """Another number of chunks has other bits, as has the mode off, and all have the values of stock torch."""
     cut, whole = alone(), alone(chunks=1)
-    assert_bitwise_equal(whole["logits 0"], cut["logits 0"])
-    assert all(
-        tpi.testing.digest(whole["grads 0"][name]) != tpi.testing.digest(cut["grads 0"][name])
-        for name in whole["grads 0"]
-    )
-    model = build("own").double()
-    for i in range(MICRO_BATCHES):
-        ids, targets = micro_batch(0, i)
-        with tpi.set_tp_invariant_mode(False):
+    with tpi.set_tp_invariant_mode(False):
+        off = run((1, 4, 1))[0]
+        assert tpi.testing.digest(off["grads 0"]) != tpi.testing.digest(run((1, 1, 1))[0]["grads 0"])
+        model = build("own").double()
+        for i in range(MICRO_BATCHES):
+            ids, targets = micro_batch(0, i)
             logits = model(ids, torch.arange(LENGTH)[None])
             F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    assert_bitwise_equal(whole["logits 0"], cut["logits 0"])
     for name, p in model.named_parameters():
+        assert tpi.testing.digest(whole["grads 0"][name]) != tpi.testing.digest(cut["grads 0"][name])
         expected = p.grad / (MICRO_BATCHES * BATCH * LENGTH)
-        for found in (whole, cut):
+        for found in (whole, cut, off):
             assert (found["grads 0"][name] - expected).norm() < 1e-5 * expected.norm(), name
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refusals(tp_group):
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    texts = {}
+
+    def call(model, mesh=mesh, chunks=2, **options):
+        return tpi.parallelize(model, mesh=mesh, sequence_chunks=chunks, **options)
+
+    texts["chunks"] = refused(ValueError, lambda: call(build("qwen3"), chunks=3))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    texts["ep"] = refused(ValueError, lambda: call(build("qwen3"), other))
+    texts["both"] = refused(ValueError, lambda: call(build("qwen3"), tp_group=mesh["tp"]))
+    texts["kind"] = refused(TypeError, lambda: call(build("qwen3"), mesh=4))
+    rope = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    texts["rope"] = refused(ValueError, lambda: call(build("qwen3", rope_parameters=rope)))
+    model = build("qwen3")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += mesh["cp"].get_local_rank() * mesh["tp"].get_local_rank()
+    texts["weights"] = refused(RuntimeError, lambda: call(model))
+    model = build("qwen3")
+    model.gain = nn.Parameter(torch.ones(1))
+    texts["beside"] = refused(ValueError, lambda: call(model))
+    model, ids = call(build("qwen3_moe")), torch.ones(1, 8, dtype=torch.int64)
+    arguments = dict(labels=ids, use_cache=True, output_router_logits=True, attention_mask=ids * 0)
+    for name, value in arguments.items():
+        texts[name] = refused(ValueError, lambda name=name, value=value: model(ids, **{name: value}))
+    with torch.no_grad():
+        model(ids, attention_mask=ids)
+    return texts
+
+
+def test_what_is_refused():
+    expected = dict(
+        chunks="sequence_chunks=3 on rank {cp} of cp_group must be a positive multiple of the",
+        ep="mesh has the dims ep: known are pp, dp, cp, tp. Give expert_parallel_group",
+        both="tp_group were both given",
+        kind="mesh=4 is a int: pass a DeviceMesh",
+        rope="cp=2: model.rotary_emb has rope_type='dynamic', which goes by the positions of a rank",
+        weights="hold different weights in 1 of 25 parameters",
+        beside="Qwen3ForCausalLM, a Qwen3ForCausalLM: has gain itself and modules with parameters inside",
+        labels="Qwen3MoeForCausalLM on rank {cp} of 2 of cp_group is given labels, whose shift needs the next rank's",
+        use_cache="is given use_cache: a rank would have the keys of its own tokens",
+        output_router_logits="is given output_router_logits=True, whose aux_loss would be of this rank's tokens",
+        attention_mask="is given an attention_mask with padding",
+    )
+    for rank, texts in enumerate(run_ranks(refusals, 4)):
+        for name, text in expected.items():
+            assert text.format(cp=rank // 2) in texts[name], texts[name]

@@ -168,8 +168,9 @@ def parallelize(
     twice = survey.problems and any(isinstance(module, ShardedModule) for module in model.modules())
     if survey.distributed or twice:  # ranks hold different parts of the model, so weights cannot be compared
         share_error(error, everyone, torch.device("cpu"), set())
-    else:
+    elif mesh is None:
         check_same_model(model, everyone, facts, error=error if survey.problems else None)
+    else:
         dims.check_same(model, facts)
     if survey.problems:
         raise error
