@@ -259,7 +259,7 @@ def test_what_is_refused():
         both="tp_group were both given",
         kind="mesh=4 is a int: pass a DeviceMesh",
         rope="cp=2: model.rotary_emb has rope_type='dynamic', which goes by the positions of a rank",
-        weights="hold different weights in 1 of 25 parameters",
+        weights="hold different weights in 1 of 24 parameters",
         beside="Qwen3ForCausalLM, a Qwen3ForCausalLM: has gain itself and modules with parameters inside",
         labels="Qwen3MoeForCausalLM on rank {cp} of 2 of cp_group is given labels, whose shift needs the next rank's",
         use_cache="is given use_cache: a rank would have the keys of its own tokens",
