@@ -106,6 +106,7 @@ WRONG = {  # mode, arguments, what the error says
     "positions": (True, dict(rows=1, positions=OWN), "packed sequences by position_ids alone"),
     "rows": (True, dict(cu_seq_lens_q=CU, cu_seq_lens_k=CU), "packed sequences in 2 rows"),
     "matrix": (True, dict(attention_mask=torch.zeros(2, 1, TOKENS, TOKENS)), "a mask that is not causal"),
+    "latent": (True, dict(family="deepseek_v3"), "latent attention"),
     "off": (False, dict(attention_mask=padding()), "the TP-invariant mode is off"),
 }
 
@@ -116,8 +117,9 @@ def test_errors_are_on_every_rank(kind):
 
     def case(group):
         mode, given, text = WRONG[kind]
+        given, family = {k: v for k, v in given.items() if k != "family"}, given.get("family", "qwen3")
         new = group_of(list(range(group.size)), f"for the mask: {kind}")
-        model = build("qwen3", type(group)(new, group.rank, group.size))
+        model = build(family, type(group)(new, group.rank, group.size))
         if (mask := given.get("attention_mask")) is not None:
             given = dict(attention_mask=mask.chunk(group.size, -1)[group.rank])
             if mask.dim() == 4:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -432,6 +433,9 @@ def _of_whole_sequences(
     packed = all(given.get(name) is not None for name in _PACKED[:2])
     if not isinstance(mask, VisibleKeys):
         problem = "a mask that is not causal, full or sliding alone, or pages of keys"
+    elif torch.is_grad_enabled() and hasattr(module, "kv_a_proj_with_mqa"):
+        # torch adds the gradient of the keys that all heads share in an order that depends on the number of tokens
+        problem = "latent attention, and gradients are computed,"
     elif mask.matrix is not None or mask.first:
         problem = "a cache of keys"
     elif mask.packing is not None and (mask.packing.q_rows is not None or mask.packing.k_rows is not None):
