@@ -129,11 +129,11 @@ def trained(tp_group, layout, settings):
     return train(layout, **settings)
 
 
-def train(layout, kind="own", chunks=CHUNKS, steps=2, sp=False, recompute=False, positions=False, plain=False):
+def train(layout, kind="own", chunks=CHUNKS, steps=2, sp=False, recompute=False, positions=False, dtype=torch.float32):
     """layout: (dp, cp, tp). Logits and losses of micro-batch 0, and full gradients, norms and parameters."""
     mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp", "cp", "tp"))
     cp = mesh["cp"]
-    model = build(kind)
+    model = build(kind).to(dtype)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=recompute == "reentrant"))
     plan = PLAN if kind == "own" else None
@@ -192,6 +192,13 @@ def test_own_decoder(layout):
 def test_hugging_face(kind, layout):
     """Tied embeddings and norms of heads; a mixture of experts; sinks, windows and biases."""
     same(layout, alone(kind=kind), kind=kind, sp=layout[2] > 1)
+
+
+def test_bfloat16():
+    """Each chunk's gradient is rounded."""
+    for layout in ((1, 4, 1), (2, 1, 2)):
+        options = dict(kind="qwen3", dtype=torch.bfloat16)
+        same(layout, alone(**options), **options)
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])

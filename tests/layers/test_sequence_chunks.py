@@ -9,6 +9,7 @@ import pytest
 import torch
 from error_texts import refused
 from meshes import init_device_mesh
+from models import tree_sum
 from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ import tp_invariant as tpi
 from tp_invariant.comm.group import Group
 from tp_invariant.data_parallel import MicroBatchTree
 from tp_invariant.layers.sequence_chunks import context_parallel_
-from tp_invariant.testing import assert_bitwise_equal
+from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 pytestmark = pytest.mark.usefixtures("mode_on")
 MICRO_BATCHES, BATCH, LENGTH, CHUNKS, VOCABULARY, HIDDEN = 4, 2, 16, 4, 64, 32
@@ -174,6 +175,45 @@ def test_controls():
             assert error < 1e-5, (name, error)
 
 
+class Product(nn.Module):
+    """The gradient of its weight for a token is that token."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def token(micro_batch, chunk):
+    generator = torch.Generator().manual_seed(10 * micro_batch + chunk)
+    return wide_randn(7, generator=generator, spread=4)
+
+
+def summed(tp_group, dp, cp, chunks, micro_batches):
+    mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
+    model = context_parallel_(Product(), mesh["cp"], sequence_chunks=chunks)
+    tree = MicroBatchTree(model.parameters(), mesh=mesh, micro_batches=micro_batches)
+    for _ in range(2):
+        model.zero_grad()
+        for i in tree.share:
+            x = torch.stack([token(i, chunk) for chunk in range(chunks)])[None]
+            model(tpi.sequence_part(x, mesh["cp"])).sum().backward()
+            tree.add()
+        tree.reduce()
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("chunks, micro_batches", [(6, 1), (6, 3), (6, 5), (12, 2)])
+def test_the_order_of_the_tree(chunks, micro_batches):
+    """Also where neither number is a power of two, or a rank has no micro-batch."""
+    expected = tree_sum([token(i, chunk) for chunk in range(chunks) for i in range(micro_batches)])
+    for dp, cp in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 2), (2, 3), (1, 6), (4, 2)):
+        for rank, grad in enumerate(run_ranks(summed, dp * cp, dp, cp, chunks, micro_batches)):
+            assert_bitwise_equal(grad, expected, f"dp={dp}, cp={cp}, rank {rank}")
+
+
 # --- what hangs on parameters -----------------------------------------------------------------------------------------
 
 
@@ -299,6 +339,19 @@ class Mean(nn.Module):
 
     def forward(self, x):
         return (x * self.gain).mean((0, 1))
+
+
+@pytest.mark.parametrize("held", [1, 2])
+def test_an_optimizer_without_the_tree_is_refused(held):
+    """Of one chunk the gradient is a partial sum, of several NaN."""
+    model = context_parallel_(Product(), Group(None, 0, 2 // held), sequence_chunks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 4, 7)).sum().backward()
+    assert (
+        "SGD has the gradient of parameter 0 with shape (7,) on rank 0 of cp_group for a part of 2 chunks"
+        in refused(RuntimeError, optimizer.step)
+    )
+    assert_bitwise_equal(model.weight.detach(), torch.ones(7))
 
 
 def test_gradients_by_another_way_are_refused():

@@ -30,7 +30,7 @@ from ..core.layout import split_sizes
 from ..core.parameter_names import label_of
 from ..functional.main_grad import refuse_fused
 from ..kernels.dtypes import DTYPES
-from ..layers.sequence_chunks import Chunks, chunks_of, take_chunk_gradients
+from ..layers.sequence_chunks import Chunks, chunks_of, say_summed, take_chunk_gradients
 from .binary_tree import BinaryTree, nodes_of
 from .expert_sums import ExpertSums, describe, expert_group, indices_by_group
 from .tied_stages import TiedGradients
@@ -478,6 +478,9 @@ class MicroBatchTree:
             else:
                 p.grad = None if grad is None else grad_like(grad, p)
         self.tied.give_back("main_grad" if main_grad else "grad")
+        for p in self._parameters:
+            if p.grad is not None:
+                say_summed(p.grad)
 
     def _agree(self, main_grad: bool) -> tuple[int | None, list[bool]]:
         """(the divisor, whether each parameter has a gradient on any rank), from the reports of all ranks."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrize import is_parametrized
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.collectives import Group, resolve_group
 from ..consistency.same_weights import check_same_model
@@ -33,6 +34,7 @@ from ..core.derived_class import derived_class
 from ..core.dtensors import grad_like, is_dtensor, local_of
 from ..core.graph_breaks import outside_of_graphs
 from ..core.module_hooks import has_own_forward, with_key
+from ..core.parameter_names import label_of
 from ..core.torch_private import current_backward, tree
 from ..functional.partial_gradients import PartialGradients
 from .local_parameters import PartsOfForeignModule
@@ -74,6 +76,38 @@ torch.serialization.add_safe_globals([Chunks])
 def chunks_of(parameter: Tensor) -> Chunks | None:
     """What `context_parallel_` has set."""
     return getattr(parameter, "sequence_chunks", None)
+
+
+def say_summed(grad: Tensor) -> None:
+    """Of a gradient that is the sum over all chunks."""
+    grad.summed_over_chunks = True  # type: ignore[attr-defined]
+
+
+_checked = "_tp_invariant_summed_over_chunks"  # of an optimizer whose first step was
+
+
+def _refuse_partial_sums(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook of each optimizer's first step. Without MicroBatchTree the weights of the ranks would part silently.
+
+    Raises:
+        RuntimeError: a gradient is of a rank's chunks alone.
+    """
+    if optimizer.__dict__.get(_checked, False):
+        return
+    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        mark = chunks_of(p)
+        if p.grad is None or mark is None or mark.of == 1:
+            continue
+        if not getattr(p.grad, "summed_over_chunks", False):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has the gradient of {label_of(p, number)} with shape {tuple(p.shape)} on "
+                f"rank {mark.group.rank} of cp_group for a part of {mark.of} chunks of the sequence: call add() of "
+                "data_parallel.MicroBatchTree after each backward, and its reduce() before this step"
+            )
+        optimizer.__dict__[_checked] = True
+
+
+register_optimizer_step_pre_hook(_refuse_partial_sums)
 
 
 # --- a parameter's aliases --------------------------------------------------------------------------------------------
