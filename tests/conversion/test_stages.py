@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ import tp_invariant as tpi
 from tp_invariant import testing
 from tp_invariant.checkpoint.full_state import entry_of
 from tp_invariant.comm.collectives import gather_major, resolve_group
-from tp_invariant.conversion.stages import _Boundary, cut_into_stages, problems_with_stages
+from tp_invariant.conversion.stages import _Boundary, problems_with_stages
 from tp_invariant.layers.parameters import named_shard_specs
 from tp_invariant.testing import full_grads, full_parameters
 
@@ -51,14 +54,16 @@ def batch(step):
     return ids, ids.roll(-1, 2).masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
 
 
-def loss_of(logits, targets):
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+def loss_of(logits, targets, cp_group=None):
+    """The sum of all tokens' losses, in one order at every layout."""
+    each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return tpi.regions.gather_sequence(each.view(targets.shape), cp_group, 1).sum()
 
 
-def whole(tp_group, kind, dtype=torch.float32, mode=True):
+def whole(tp_group, kind, dtype=torch.float32, chunks=1, mode=True):
     """Without stages: the micro-batches one after another."""
     with tpi.set_tp_invariant_mode(mode):
-        model = tpi.parallelize(model_of(kind, dtype), tp_group)
+        model = tpi.parallelize(model_of(kind, dtype), tp_group, sequence_chunks=chunks)
         tree = tpi.data_parallel.MicroBatchTree(model.parameters(), tp_group, MICRO_BATCHES)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found = {}
@@ -86,34 +91,33 @@ def measured(step, losses, model, pp_group):
     return grads | losses | {("norm", step): norm}
 
 
-def stage_of(mesh, kind, dtype=torch.float32, sequence_parallel=False):
-    model = tpi.parallelize(model_of(kind, dtype), mesh["tp"], sequence_parallel=sequence_parallel)
-    cut_into_stages(model, resolve_group(mesh["pp"]))
-    return model
+def stage_of(mesh, kind, dtype=torch.float32, **options):
+    return tpi.parallelize(model_of(kind, dtype), mesh=mesh, **options)
 
 
-def mesh_of(pp, dp, tp):
-    sizes = RANKS // (pp * dp * tp), pp, dp, tp
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("copy", "pp", "dp", "tp"))
+def mesh_of(pp, dp, cp, tp):
+    sizes, names = (pp, dp, cp, tp), ("pp", "dp", "cp", "tp")
+    return init_device_mesh("cpu", (RANKS // math.prod(sizes), *sizes), mesh_dim_names=("copy", *names))[names]
 
 
-def staged(world, kind, layout, schedule, sequence_parallel, dtype=torch.float32, mode=True, tie=True):
+def staged(world, kind, layout, schedule, sequence_parallel, dtype=torch.float32, chunks=1, mode=True, tie=True):
     """As `whole`, what this rank has."""
     mesh = mesh_of(*layout)
     stage, stages = mesh["pp"].get_local_rank(), layout[0]
     with tpi.set_tp_invariant_mode(mode):
-        model = stage_of(mesh, kind, dtype, sequence_parallel)
+        model = stage_of(mesh, kind, dtype, sequence_parallel=sequence_parallel, sequence_chunks=chunks)
         for p in model.parameters() if not tie else ():
             vars(p).pop("tied_stage", None)
             vars(p).pop("copy_of", None)
-        tree = tpi.data_parallel.MicroBatchTree(model.parameters(), mesh["dp"], MICRO_BATCHES)
+        tree = tpi.data_parallel.MicroBatchTree(model.parameters(), mesh=mesh, micro_batches=MICRO_BATCHES)
         part = tpi.data_parallel.Stage(model, mesh["pp"], "cpu", tree=tree)
-        run = SCHEDULES[schedule](part, len(tree.share), loss_fn=loss_of)
+        run = SCHEDULES[schedule](part, len(tree.share), loss_fn=partial(loss_of, cp_group=mesh["cp"]))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found = {}
         for step in range(STEPS):
             ids, targets = (x[tree.share.start : tree.share.stop] for x in batch(step))
             part.counts, losses = [int((one != -100).sum()) for one in targets], []
+            ids, targets = (tpi.sequence_part(x, mesh["cp"], 2) for x in (ids, targets))
             last = dict(target=targets.flatten(0, 1), losses=losses) if stage == stages - 1 else {}
             run.step(*([ids.flatten(0, 1)] if stage == 0 else []), **last)
             tree.reduce()
@@ -138,25 +142,27 @@ def all_keys(ranks):
     return set().union(*ranks)
 
 
-CASES = [  # kind, (pp, dp, tp), schedule, sequence_parallel, dtype
-    ("qwen3 tied", (1, 1, 4), "GPipe", True, torch.float32),
-    ("qwen3 tied", (1, 4, 1), "1F1B", False, torch.float32),
-    ("qwen3 tied", (4, 1, 1), "1F1B", False, torch.float32),
-    ("qwen3 tied", (4, 1, 1), "GPipe", False, torch.bfloat16),
-    ("qwen3 tied", (1, 2, 2), "1F1B", False, torch.float32),
-    ("qwen3 tied", (2, 1, 2), "GPipe", False, torch.float32),
-    ("qwen3 tied", (2, 1, 2), "1F1B", True, torch.bfloat16),
-    ("qwen3 tied", (2, 2, 1), "1F1B", False, torch.float32),
-    ("qwen3 tied", (2, 2, 2), "GPipe", False, torch.float32),
-    ("qwen3 tied", (2, 2, 2), "1F1B", True, torch.float32),
-    ("qwen3", (2, 1, 2), "1F1B", True, torch.float32),
-    ("llama tied", (4, 1, 2), "1F1B", True, torch.float32),
-    ("llama", (2, 2, 2), "GPipe", True, torch.float32),
-    ("gemma3", (2, 1, 2), "1F1B", True, torch.float32),
-    ("gemma3", (4, 1, 1), "GPipe", False, torch.float32),
-    ("granitemoe tied", (4, 1, 2), "1F1B", False, torch.float32),
-    ("qwen3_moe", (2, 2, 2), "1F1B", True, torch.float32),
-    ("qwen3_moe", (4, 1, 1), "GPipe", False, torch.float32),
+CASES = [  # kind, (pp, dp, cp, tp), schedule, sequence_parallel, dtype, chunks
+    ("qwen3 tied", (1, 1, 1, 4), "GPipe", True, torch.float32, 1),
+    ("qwen3 tied", (1, 4, 1, 1), "1F1B", False, torch.float32, 1),
+    ("qwen3 tied", (4, 1, 1, 1), "1F1B", False, torch.float32, 1),
+    ("qwen3 tied", (4, 1, 1, 1), "GPipe", False, torch.bfloat16, 1),
+    ("qwen3 tied", (1, 2, 1, 2), "1F1B", False, torch.float32, 1),
+    ("qwen3 tied", (2, 1, 1, 2), "GPipe", False, torch.float32, 1),
+    ("qwen3 tied", (2, 1, 1, 2), "1F1B", True, torch.bfloat16, 1),
+    ("qwen3 tied", (2, 2, 1, 1), "1F1B", False, torch.float32, 1),
+    ("qwen3 tied", (2, 2, 1, 2), "GPipe", False, torch.float32, 1),
+    ("qwen3 tied", (2, 2, 1, 2), "1F1B", True, torch.float32, 1),
+    ("qwen3 tied", (2, 1, 2, 2), "1F1B", True, torch.bfloat16, 2),
+    ("qwen3 tied", (2, 2, 1, 2), "GPipe", True, torch.bfloat16, 2),
+    ("qwen3", (2, 1, 1, 2), "1F1B", True, torch.float32, 1),
+    ("llama tied", (4, 1, 1, 2), "1F1B", True, torch.float32, 1),
+    ("llama", (2, 2, 1, 2), "GPipe", True, torch.float32, 1),
+    ("gemma3", (2, 1, 1, 2), "1F1B", True, torch.float32, 1),
+    ("gemma3", (4, 1, 1, 1), "GPipe", False, torch.float32, 1),
+    ("granitemoe tied", (4, 1, 1, 2), "1F1B", False, torch.float32, 1),
+    ("qwen3_moe", (2, 2, 1, 2), "1F1B", True, torch.float32, 1),
+    ("qwen3_moe", (4, 1, 1, 1), "GPipe", False, torch.float32, 1),
 ]
 
 
@@ -175,13 +181,13 @@ def expected():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_layouts(case, expected):
-    check_same(run_ranks(staged, RANKS, *case), expected(case[0], case[-1]))
+    check_same(run_ranks(staged, RANKS, *case), expected(case[0], *case[-2:]))
 
 
 @pytest.mark.parametrize("kind", ["qwen3 tied", "gemma3"])
 def test_values(kind, expected):
     """Losses, gradients and the norm of the first step against the model of transformers in float64."""
-    model, found = model_of(kind, torch.float64), expected(kind, torch.float32)
+    model, found = model_of(kind, torch.float64), expected(kind, torch.float32, 1)
     ids, targets = batch(0)
     losses = torch.stack([
         F.cross_entropy(model(i).logits.flatten(0, 1), t.flatten(), reduction="sum")
@@ -197,8 +203,8 @@ def test_values(kind, expected):
 
 
 def test_off_the_bits_differ(expected):
-    case = "qwen3 tied", (2, 1, 2), "1F1B", True, torch.float32
-    on = expected(case[0], case[-1])
+    case = "qwen3 tied", (2, 1, 1, 2), "1F1B", True, torch.float32, 1
+    on = expected(case[0], *case[-2:])
     off = {key: x for rank in run_ranks(staged, RANKS, *case, False) for key, x in rank.items()}
     torch.testing.assert_close(off["norm", 0], on["norm", 0], rtol=1e-4, atol=0)
     assert sum(testing.digest(off[key]) != testing.digest(on[key]) for key in on) > len(on) / 2
@@ -206,10 +212,10 @@ def test_off_the_bits_differ(expected):
 
 def test_tied_embeddings_without_the_exchange(expected):
     """Each stage then has its own gradient, and their sum after the tree is rounded otherwise than before it."""
-    case = "qwen3 tied", (2, 1, 2), "1F1B", True, torch.float32
+    case = "qwen3 tied", (2, 1, 1, 2), "1F1B", True, torch.float32, 1
     ranks = run_ranks(staged, RANKS, *case, True, False)
     grads = {key: x for rank in ranks for key, x in rank.items() if key[0] == "gradient 0"}
-    exact = expected(case[0], case[-1])["gradient 0", "model.embed_tokens.weight"]
+    exact = expected(case[0], *case[-2:])["gradient 0", "model.embed_tokens.weight"]
     first, last = (grads["gradient 0", f"{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
     assert not torch.allclose(first, exact, rtol=1e-3) and not torch.allclose(last, exact, rtol=1e-3)
     torch.testing.assert_close(first + last, exact, rtol=1e-4, atol=1e-6)
@@ -259,10 +265,10 @@ def state_of(mesh, kind, save=None, load=None):
 def saved_and_loaded(world, kind, folder):
     """What each layout has of a checkpoint of two stages, and of one of one stage."""
     return [
-        state_of(mesh_of(2, 2, 2), kind, save=f"{folder}/0"),
-        state_of(mesh_of(1, 1, 4), kind, load=f"{folder}/0", save=f"{folder}/1"),
-        state_of(mesh_of(4, 1, 2), kind, load=f"{folder}/1"),
-        state_of(mesh_of(2, 1, 1), kind, load=f"{folder}/0"),
+        state_of(mesh_of(2, 2, 1, 2), kind, save=f"{folder}/0"),
+        state_of(mesh_of(1, 1, 1, 4), kind, load=f"{folder}/0", save=f"{folder}/1"),
+        state_of(mesh_of(4, 1, 1, 2), kind, load=f"{folder}/1"),
+        state_of(mesh_of(2, 1, 1, 1), kind, load=f"{folder}/0"),
     ]
 
 
@@ -307,7 +313,7 @@ def test_models_that_cannot_be_cut():
 
 def refused(world):
     """Errors of stages that are called or saved in other ways than they can be."""
-    mesh = mesh_of(2, 1, 1)
+    mesh = mesh_of(2, 1, 1, 1)
     stage = stage_of(mesh, "qwen3 tied")
     said = []
 
@@ -326,7 +332,7 @@ def refused(world):
     tree = tpi.data_parallel.MicroBatchTree(stage.parameters(), mesh["dp"], MICRO_BATCHES)
     part = tpi.data_parallel.Stage(stage, mesh["pp"], "cpu", tree=tree)
     note(part.backward_one_chunk, 0, full_backward=False)
-    part = tpi.data_parallel.Stage(stage, mesh_of(4, 1, 1)["pp"], "cpu", tree=tree)
+    part = tpi.data_parallel.Stage(stage, mesh_of(4, 1, 1, 1)["pp"], "cpu", tree=tree)
     note(Schedule1F1B, part, 2)
     return said
 

@@ -52,6 +52,7 @@ from .gradient_flow import FirstForward, check_mask
 from .mesh_dims import MeshDims, install_over_cp, problems_over_cp
 from .plan_check import check_plan
 from .plans import Part, own_plan
+from .stages import cut_into_stages, problems_with_stages
 from .survey import SEQUENCE_DIM, Survey
 
 
@@ -92,7 +93,9 @@ def parallelize(
         mesh: in place of tp_group, a DeviceMesh whose dims are among pp, dp, cp and tp (docs/layouts.md). All its ranks
             hold the same model. With "cp" each rank is called with its part of every sequence (`tpi.sequence_part`);
             MicroBatchTree(.., mesh=mesh) completes the gradients. A model of one's own that calls tpi.attention gives
-            it cp_group itself; F.scaled_dot_product_attention is given it here.
+            it cp_group itself; F.scaled_dot_product_attention is given it here. With "pp" a Hugging Face model keeps
+            this rank's stage alone: the first takes token ids, the others hidden states [B, S, H], and all but the last
+            return hidden states (data_parallel.Stage). Of a model of one's own each rank gives its stage.
         sequence_chunks: into how many chunks each sequence is cut, at every layout: a gradient is one partial sum for
             each, see `context_parallel_`. The degree of "cp" must divide it.
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
@@ -149,8 +152,8 @@ def parallelize(
         survey.problems += problems_by_chunk(model, survey.shards)
     if survey.is_hugging_face:
         survey.problems += problems_over_cp(model, dims.cp, survey.attention_stays)
-    if dims.pp.size > 1:  # HERE: the problems of cutting the model into stages (conversion/stages.py)
-        survey.problems.append(f"pp={dims.pp.size}: pipeline stages are not supported")
+    stages = dims.pp if survey.is_hugging_face else Group(None, 0, 1)  # of another model each rank gives its own stage
+    survey.problems += problems_with_stages(model, stages.size)
     facts = {
         "sequence_chunks": sequence_chunks,
         "sequence_parallel": sequence_parallel,
@@ -171,7 +174,7 @@ def parallelize(
     elif mesh is None:
         check_same_model(model, everyone, facts, error=error if survey.problems else None)
     else:
-        dims.check_same(model, facts)
+        dims._replace(pp=stages).check_same(model, facts)
     if survey.problems:
         raise error
     if verify:
@@ -185,7 +188,6 @@ def parallelize(
 
         check_plan(model, convert, example_inputs, group)
     with all_or_nothing(model, everyone):
-        # HERE: conversion/stages.py leaves this rank's stage
         _convert(model, survey, sequence)
         if group.mesh is not None:
             place_whole(model, group.mesh)
@@ -193,6 +195,7 @@ def parallelize(
             cut_by_chunk(model, sequence)
         FirstForward(model, group)
     name_parameters(model.named_parameters())
+    cut_into_stages(model, stages)
     return model
 
 
