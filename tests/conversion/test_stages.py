@@ -323,6 +323,7 @@ def refused(world):
         said.append(str(caught.value))
 
     note(stage.save_pretrained, "nowhere")
+    note(tpi.data_parallel.Stage, stage, mesh["pp"], "cpu")
     if mesh["pp"].get_local_rank():
         note(stage, torch.ones(1, 4, dtype=torch.long))
         boundary = _Boundary(resolve_group(mesh["pp"]))
@@ -338,8 +339,9 @@ def refused(world):
 
 
 def test_stages_that_are_used_otherwise():
-    for saving, *called, later, few in run_ranks(refused, RANKS):
+    for saving, untied, *called, later, few in run_ranks(refused, RANKS):
         assert "is a stage of a pipeline" in saving and "full_state_dict(model, pp_group=..)" in saving
+        assert "an embedding that another stage shares: give it a tree" in untied
         if called:
             ids, arguments, output = called
             assert ids.startswith("stage 1 of 2 takes the hidden states [B, S, H] of the stage before, and got")

@@ -79,7 +79,7 @@ def cut_into_stages(model: Any, pp_group: Group) -> None:
     """Leaves this rank's stage of `model`. A collective of the ranks of pp_group, after `problems_with_stages`.
 
     Stage 0 takes token ids, others the hidden states [B, S, H] that the stage before returns. The last stage returns
-    what the model does. Its weight, if it is the embedding's too, is a copy (layers/tied_stages.py).
+    what the model does. Its weight, if it is the embedding's too, is a copy (data_parallel/tied_stages.py).
     """
     if pp_group.size == 1:
         return
@@ -89,6 +89,7 @@ def cut_into_stages(model: Any, pp_group: Group) -> None:
     weight, of_output = (model.get_submodule(name).weight for name in (found.embedding, found.output))
     if weight is of_output:
         tie_stages(weight, f"{found.embedding}.weight", pp_group)
+        model.has_tied_stage = own in (0, pp_group.size - 1)
     layers = [f"{stack.prefix}{index}" for index in range(len(stack.layers))]
     stage_of = {
         n: found.stage_of(f"{n}.", pp_group.size) for n in (found.embedding, *layers, stack.norm_name, found.output)

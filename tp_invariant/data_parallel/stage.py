@@ -43,7 +43,8 @@ class Stage(TellsInference, PipelineStage):
         stage_index, num_stages: of several stages on a rank: the number of this one, and how many there are in all.
 
     Raises:
-        ValueError: a number of counts that is not that of the schedule's micro-batches.
+        ValueError: tied embeddings on two stages without a tree that has them, or after fully_shard; in a backward, a
+            number of counts that is not that of the schedule's micro-batches.
         RuntimeError: in a backward, a schedule whose backwards are not in the order of the micro-batches.
         NotImplementedError: in a backward, a schedule that computes weight gradients later (zero bubble), with tied
             embeddings on two stages, which would wait for each other.
@@ -61,6 +62,12 @@ class Stage(TellsInference, PipelineStage):
         num_stages: int | None = None,
     ) -> None:
         group = resolve_group(pp_group)
+        if getattr(module, "has_tied_stage", False) and not (tree is not None and tree.tied):
+            raise ValueError(
+                f"stage {group.rank} of {group.size} has an embedding that another stage shares: give it a tree, which "
+                "adds the gradients of both, of all its parameters. After fully_shard, which drops what they say, tied "
+                "embeddings are not supported"
+            )
         super().__init__(
             module,
             group.rank if stage_index is None else stage_index,
