@@ -99,6 +99,9 @@ PLAN = {
 }  # fmt: skip
 
 
+DIMS = "dp", "cp", "tp"
+
+
 def build(kind, **options):
     if kind != "own":
         return hf_models.build(kind, **options)
@@ -126,22 +129,27 @@ def losses_of(logits, targets):
 
 
 def trained(tp_group, layout, settings):
-    return train(layout, **settings)
+    return train(layout, everyone=tp_group, **settings)
 
 
-def train(layout, kind="own", chunks=CHUNKS, steps=2, sp=False, recompute=False, positions=False, dtype=torch.float32):
+def train(
+    layout, kind="own", chunks=CHUNKS, steps=(0, 1), sp=False, recompute=False, positions=False, dtype=torch.float32,
+    verify=False, dims=DIMS, everyone=None, load=None, save=None,
+):  # fmt: skip
     """layout: (dp, cp, tp). Logits and losses of micro-batch 0, and full gradients, norms and parameters."""
-    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp", "cp", "tp"))
-    cp = mesh["cp"]
+    mesh = init_device_mesh("cpu", layout, mesh_dim_names=dims)
+    cp = mesh["cp"] if "cp" in dims else None
     model = build(kind).to(dtype)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=recompute == "reentrant"))
     plan = PLAN if kind == "own" else None
-    model = tpi.parallelize(model, plan=plan, mesh=mesh, sequence_chunks=chunks, sequence_parallel=sp)
+    model = tpi.parallelize(model, plan=plan, mesh=mesh, sequence_chunks=chunks, sequence_parallel=sp, verify=verify)
     tree = MicroBatchTree(model.parameters(), mesh=mesh, micro_batches=MICRO_BATCHES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = {}
-    for step in range(steps):
+    if load is not None:
+        tpi.checkpoint.load(load, model, optimizer, group=everyone)
+    for step in steps:
         for i in tree.share:
             ids, targets = (tpi.sequence_part(x, cp) for x in micro_batch(step, i))
             places = tpi.sequence_part(torch.arange(LENGTH)[None], cp) if kind == "own" or positions else None
@@ -158,6 +166,8 @@ def train(layout, kind="own", chunks=CHUNKS, steps=2, sp=False, recompute=False,
         optimizer.step()
         optimizer.zero_grad()
         found[f"parameters {step}"] = tpi.testing.full_parameters(model)
+    if save is not None:
+        tpi.checkpoint.save(save, model, optimizer, group=everyone)
     return found
 
 
@@ -192,6 +202,23 @@ def test_own_decoder(layout):
 def test_hugging_face(kind, layout):
     """Tied embeddings and norms of heads; a mixture of experts; sinks, windows and biases."""
     same(layout, alone(kind=kind), kind=kind, sp=layout[2] > 1)
+
+
+@pytest.mark.parametrize("dims", [("dp", "cp"), ("cp",), ("tp",), ("cp", "tp")], ids=str)
+def test_dims_that_are_missing(dims):
+    """Without "tp" parameters are plain tensors."""
+    same((2,) * len(dims), alone(kind="qwen3"), kind="qwen3", dims=dims)
+
+
+def test_stop_at_one_layout_and_go_on_at_another(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    run((1, 2, 2), steps=(0,), save=folder, sp=True)
+    for rank, found in enumerate(run((2, 2, 1), steps=(1,), load=folder)):
+        assert_bitwise_equal(found, {name: alone()[name] for name in found}, f"rank {rank}")
+
+
+def test_verify():
+    same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", verify=True, sp=True)
 
 
 def test_bfloat16():

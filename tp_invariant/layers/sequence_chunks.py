@@ -92,7 +92,7 @@ def _refuse_partial_sums(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         RuntimeError: a gradient is of a rank's chunks alone.
     """
-    if optimizer.__dict__.get(_checked, False):
+    if torch.compiler.is_compiling() or optimizer.__dict__.get(_checked, False):
         return
     for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         mark = chunks_of(p)
