@@ -262,7 +262,9 @@ class ByChunk(KeepsAttributes):
         cut = iter([self._cut(x, batch, whole if takes_whole else part, pieces) for x in tensors])
         columns = [next(cut) if isinstance(x, Tensor) and x.dim() else [x] * pieces for x in given]
         own, outputs = dict(self._parameters), []
-        aliases = {n: _aliases(p, pieces) for n, p in own.items() if p is not None and p.requires_grad}
+        # what is no leaf is computed, as for torch.func.functional_call, and gets the sum over all chunks
+        leaves = {n: p for n, p in own.items() if p is not None and p.requires_grad and p.is_leaf}
+        aliases = {n: _aliases(p, pieces) for n, p in leaves.items()}
         try:
             for piece, values in enumerate(zip(*columns, strict=True)):
                 self._parameters.update({name: of[piece] for name, of in aliases.items()})  # type: ignore[misc]
@@ -270,8 +272,8 @@ class ByChunk(KeepsAttributes):
                 outputs.append(super().forward(*args, **kwargs))
         finally:
             self._parameters.update(own)
-        leaves, (structure, *_) = zip(*map(tree.tree_flatten, outputs), strict=True)
-        joined = [self._join(one, batch, (whole, part)) for one in zip(*leaves, strict=True)]
+        results, (structure, *_) = zip(*map(tree.tree_flatten, outputs), strict=True)
+        joined = [self._join(one, batch, (whole, part)) for one in zip(*results, strict=True)]
         return tree.tree_unflatten(joined, structure)
 
     def _place(self, shape: torch.Size, batch: int | None, lengths: tuple[int, ...]) -> tuple[int, int] | None:
