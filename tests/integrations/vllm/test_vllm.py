@@ -78,14 +78,14 @@ def run_of(model: Path | str, dtype: str = "float32", degree: int = 1, **others:
     return dict(model=str(model), dtype=dtype, degree=degree, prompts=prompts(), sampling=dict(seed=1)) | others
 
 
-def results_of(folder: Path, runs: list[dict[str, Any]], *, mode: bool = True, **environment: str) -> list[Any]:
+def results_of(folder: Path, runs: list[dict[str, Any]], **environment: str) -> list[Any]:
     """What rollout.py prints for these runs, in a process of its own."""
     given = folder / "runs.json"
     given.write_text(json.dumps(runs))
     try:
         done = subprocess.run(
             [sys.executable, str(PROGRAM), str(given)], capture_output=True, text=True,
-            env={**os.environ, "TP_INVARIANT_MODE": str(int(mode))} | environment,
+            env={**os.environ, "TP_INVARIANT_MODE": "1"} | environment,
         )  # fmt: skip
     finally:  # what vLLM's ranks leave where they are ended
         for left in Path("/dev/shm").glob("vllm_dist_*"):
@@ -148,20 +148,16 @@ def test_texts_and_log_probabilities_are_the_trainers(kind, dtype, degree, of_ki
 
 
 @pytest.mark.parametrize("kind", ALL if THOROUGH else FEW)
-def test_stock_vllm_differs(kind, tmp_path):
+def test_stock_vllm_differs_and_an_engine_without_the_plugin_does_not_start(kind, tmp_path):
     model = model_of(kind, torch.float32, 1)
     model.save_pretrained(tmp_path / "m")
-    ((found,),) = results_of(tmp_path, [run_of(tmp_path / "m", degree=2 if THOROUGH else 1, stock=True)], mode=False)
+    runs = [run_of(tmp_path / "m", degree=2 if THOROUGH else 1, stock=True), run_of(tmp_path / "m")]
+    (found,), error = results_of(tmp_path, runs, VLLM_PLUGINS="none")
+    assert "Load format `tp_invariant` is not supported" in error
     _, scored = trainers(tpi.parallelize(model, None).eval(), found, dict(seed=0, temperature=1.0))
     ours, theirs = torch.tensor(scored), torch.tensor([log_probs for _, log_probs in found])
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)  # values
     assert (ours == theirs).float().mean() < 0.5
-
-
-def test_an_engine_without_the_plugin_does_not_start(tmp_path):
-    model_of("qwen3", torch.float32, 1).save_pretrained(tmp_path / "m")
-    (error,) = results_of(tmp_path, [run_of(tmp_path / "m")], VLLM_PLUGINS="none")
-    assert "Load format `tp_invariant` is not supported" in error
 
 
 def test_what_would_break_the_contract_is_named(tmp_path):
@@ -176,15 +172,18 @@ def test_what_would_break_the_contract_is_named(tmp_path):
     (tmp_path / "mxfp4" / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
     )
-    both = dict(environment={"VLLM_BATCH_INVARIANT": "1"}, engine=dict(enable_expert_parallel=True))
+    engine = dict(enable_expert_parallel=True, enable_return_routed_experts=True)
     runs = [run_of(tmp_path / kind) for kind in ("qwen2_moe", "gpt_oss")]
-    runs += [run_of(tmp_path / "mxfp4", "bfloat16"), run_of(tmp_path / "qwen2_moe", **both)]
+    runs += [
+        run_of(tmp_path / "mxfp4", "bfloat16"),
+        run_of(tmp_path / "qwen2_moe", environment={"VLLM_BATCH_INVARIANT": "1"}, engine=engine),
+    ]
     experts = "model.layers.0.mlp.experts"
     texts = [
         [f"{experts} routes as qwen2_moe, and not as one of gpt_oss, mixtral, qwen3_moe", "has shared experts"],
         [f"{experts} computes swigluoai with the numbers [1.702, 5.0]"],
         ["mxfp4' is not supported"],
-        ["VLLM_BATCH_INVARIANT=1 replaces kernels", "expert parallelism is not supported"],
+        ["VLLM_BATCH_INVARIANT=1 replaces kernels", "expert parallelism is", "enable_return_routed_experts is"],
     ]
     for error, wanted in zip(results_of(tmp_path, runs), texts, strict=True):
         assert all(text in error for text in ["cannot keep its contract in vLLM", *wanted]), error
