@@ -31,7 +31,6 @@ def faults_of_config(config: Any) -> list[str]:
         "speculative decoding is not supported": config.speculative_config is not None,
         "pipeline parallelism is not supported": parallel.pipeline_parallel_size > 1,
         "expert parallelism is not supported": parallel.enable_expert_parallel,
-        "enable_return_routed_experts is not supported": config.aux_output_config.enable_return_routed_experts,
         "VLLM_BATCH_INVARIANT=1 replaces kernels, too: unset it": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
         f"logprobs_mode={model.logprobs_mode!r}: log-probabilities would be torch's: pass **engine_arguments()": (
             model.logprobs_mode != "processed_logits"
