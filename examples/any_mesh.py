@@ -193,13 +193,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     layouts = FEW
     if options.all:
         extra = "sp" if options.model == "dense" else "ep"
-        layouts = [x for layout in every_layout(RANKS) for x in (layout, layout._replace(extra=extra)) if x.tp > 1 or not x.extra]
+        layouts = [
+            x
+            for layout in every_layout(RANKS)
+            for x in (layout, layout._replace(extra=extra))
+            if x.tp > 1 or not x.extra
+        ]
     elif options.model == "moe":
         layouts = [layout._replace(extra="ep") if layout.extra else layout for layout in layouts]
     found: dict[str, Record] = {}
     for layout in layouts:
         found[str(layout)] = record = run(layout, options)
-        print(f"{layout!s:24} loss {record.losses[-1]:.9f}  digest {record.digest[:12]}  {record.seconds:.0f} s", flush=True)
+        print(
+            f"{layout!s:24} loss {record.losses[-1]:.9f}  digest {record.digest[:12]}  {record.seconds:.0f} s",
+            flush=True,
+        )
     first, last, half = layouts[0], layouts[-1], options.steps // 2
     with tempfile.TemporaryDirectory() as folder:
         run(first, options, steps=range(half), save=folder)
@@ -226,7 +234,9 @@ def draw(file: str, found: dict[str, Record], options: argparse.Namespace) -> No
     first = next(iter(found.values())).losses
     for name, record in found.items():
         if len(record.losses) == len(first):
-            axes.plot(range(1, len(first) + 1), [abs(a - b) for a, b in zip(record.losses, first, strict=True)], label=name)
+            axes.plot(
+                range(1, len(first) + 1), [abs(a - b) for a, b in zip(record.losses, first, strict=True)], label=name
+            )
     axes.set(xlabel="step", ylabel=f"distance from the loss of\n{next(iter(found))}", ylim=(-1e-9, None))
     axes.legend(fontsize="small")
     figure.savefig(file, dpi=110)

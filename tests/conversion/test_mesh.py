@@ -234,16 +234,17 @@ def test_activation_checkpointing(recompute):
     same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", sp=True, recompute=recompute, positions=True)
 
 
-def test_values_and_controls():
+@pytest.mark.parametrize("kind", ["own", "qwen3"])
+def test_values_and_controls(kind):
     """Another number of chunks has other bits, as has the mode off, and all have the values of stock torch."""
-    cut, whole = alone(), alone(chunks=1)
+    cut, whole = alone(kind=kind), alone(kind=kind, chunks=1)
     with tpi.set_tp_invariant_mode(False):
-        off = run((1, 4, 1))[0]
-        assert tpi.testing.digest(off["grads 0"]) != tpi.testing.digest(run((1, 1, 1))[0]["grads 0"])
-        model = build("own").double()
+        off = run((1, 4, 1), kind=kind)[0]
+        assert tpi.testing.digest(off["grads 0"]) != tpi.testing.digest(run((1, 1, 1), kind=kind)[0]["grads 0"])
+        model = build(kind).double()
         for i in range(MICRO_BATCHES):
             ids, targets = micro_batch(0, i)
-            logits = model(ids, torch.arange(LENGTH)[None])
+            logits = logits_of(model, ids, torch.arange(LENGTH)[None])
             F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     assert_bitwise_equal(whole["logits 0"], cut["logits 0"])
     for name, p in model.named_parameters():

@@ -195,7 +195,8 @@ def stock_sdpa(
     options: dict[str, Any] = dict(attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
+        # not F's function, in whose place a module around this call may run this one again
+        return torch.ops.aten.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
     return with_all_tokens(attend, query, key, value, cp_group)
 
