@@ -5,11 +5,11 @@
     python examples/any_mesh.py --off                    # the control: the mode is off, and layouts differ
     python examples/any_mesh.py --picture any_mesh.png
 
-A layout says how many pipeline stages (pp), data-parallel replicas (dp), parts of each sequence (cp) and tensor-parallel
-ranks (tp) there are; "sp" is sequence parallelism, and "ep" stores experts over the tensor-parallel ranks. Each layout
-starts from the same seed and takes the same steps on real text. Its digest is of the last loss, the last norm of the
-gradients, and all parameters. One run stops after half of its steps and goes on in another layout. The last line is
-`one digest in N layouts: HEX`, or says which differ (exit status 1).
+A layout says how many pipeline stages (pp), data-parallel replicas (dp), parts of each sequence (cp) and
+tensor-parallel ranks (tp) there are. "sp" is sequence parallelism; "ep" stores experts over the tensor-parallel ranks.
+Each layout starts from the same seed and takes the same steps on real text. Its digest is of the last loss, the last
+norm of the gradients, and all parameters. One run stops after half of its steps and goes on in another layout. The last
+line is `one digest in N layouts: HEX`, or says which differ (exit status 1).
 
 Read `train` for what a training loop looks like at any layout. Needs transformers: pip install 'tp_invariant[hf]'.
 """
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +37,9 @@ from tp_invariant.testing import digest, run_ranks
 
 RANKS, LENGTH = 8, 64
 SIZES: dict[str, Any] = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=128, num_attention_heads=8,
-    num_key_value_heads=8, head_dim=8, max_position_embeddings=LENGTH, tie_word_embeddings=True, use_cache=False,
-    pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=8, head_dim=8,
+    max_position_embeddings=LENGTH, tie_word_embeddings=True, use_cache=False, pad_token_id=None, bos_token_id=None,
+    eos_token_id=None,
 )  # fmt: skip
 EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 
@@ -68,10 +67,14 @@ def every_layout(ranks: int) -> Iterator[Layout]:
                     yield Layout(pp, dp, cp, ranks // (pp * dp * cp))
 
 
-FEW = [
-    Layout(1, 1, 1, 8, "sp"), Layout(1, 2, 2, 2), Layout(1, 2, 1, 4, "sp"), Layout(2, 1, 2, 2, "sp"), Layout(2, 1, 1, 4),
+FEW = (
+    Layout(1, 1, 1, 8, "sp"),
+    Layout(1, 2, 2, 2),
+    Layout(1, 2, 1, 4, "sp"),
+    Layout(2, 1, 2, 2, "sp"),
+    Layout(2, 1, 1, 4),
     Layout(2, 2, 2, 1),
-]  # fmt: skip
+)
 
 
 # --- training, on every rank ----------------------------------------------------------------------------------------
@@ -163,9 +166,8 @@ def gathered(losses: list[float], mesh: Any) -> list[float]:
     """Those of all micro-batches, in order: the last stage has them."""
     everyone: list[Any] = [None] * mesh.size()
     dist.all_gather_object(everyone, losses)
-    pp, dp, cp, tp = mesh.shape
-    last = [everyone[mesh.mesh[pp - 1, replica, 0, 0]] for replica in range(dp)]
-    return [loss for of_replica in last for loss in of_replica]
+    last = mesh.mesh[-1, :, 0, 0].tolist()  # of each replica
+    return [loss for rank in last for loss in everyone[rank]]
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -186,19 +188,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--all", action="store_true", help="all factorisations of 8, each with sp or ep where tp > 1")
     parser.add_argument("--off", action="store_true", help="the control: with the mode off")
-    parser.add_argument("--picture", help="write a picture of the losses' digests to this file")
+    parser.add_argument("--picture", help="draw the losses to this file, with the mode on and off")
     options = parser.parse_args(argv)
     # layers, and chunks of a sequence: as many as ranks share them at most; 1F1B needs a micro-batch for each stage
     options.parts, options.micro_batches = (8, 8) if options.all else (2, 4)
-    layouts = FEW
+    layouts = list(FEW)
     if options.all:
         extra = "sp" if options.model == "dense" else "ep"
-        layouts = [
-            x
-            for layout in every_layout(RANKS)
-            for x in (layout, layout._replace(extra=extra))
-            if x.tp > 1 or not x.extra
-        ]
+        layouts = [*every_layout(RANKS)]
+        layouts += [layout._replace(extra=extra) for layout in layouts if layout.tp > 1]
     elif options.model == "moe":
         layouts = [layout._replace(extra="ep") if layout.extra else layout for layout in layouts]
     found: dict[str, Record] = {}
@@ -216,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found[name] = resumed
     print(f"{name}: loss {resumed.losses[-1]:.9f}  digest {resumed.digest[:12]}", flush=True)
     if options.picture:
-        draw(options.picture, found, options)
+        off = argparse.Namespace(**{**vars(options), "off": True})
+        draw(options.picture, {"mode on": found, "mode off": {str(x): run(x, off) for x in layouts}})
     digests = {record.digest for record in found.values()}
     if len(digests) == 1:
         print(f"one digest in {len(layouts)} layouts: {digests.pop()}")
@@ -226,20 +225,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-def draw(file: str, found: dict[str, Record], options: argparse.Namespace) -> None:
-    """Each layout's distance from the first one's loss, step by step."""
+def draw(file: str, found: dict[str, dict[str, Record]]) -> None:
+    """How far each layout's loss is from the first one's, step by step, for each mode."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
-    first = next(iter(found.values())).losses
-    for name, record in found.items():
-        if len(record.losses) == len(first):
-            axes.plot(
-                range(1, len(first) + 1), [abs(a - b) for a, b in zip(record.losses, first, strict=True)], label=name
-            )
-    axes.set(xlabel="step", ylabel=f"distance from the loss of\n{next(iter(found))}", ylim=(-1e-9, None))
-    axes.legend(fontsize="small")
-    figure.savefig(file, dpi=110)
+    figure, panels = pyplot.subplots(1, len(found), figsize=(9, 3.5), sharey=True, layout="constrained")
+    for axes, (title, of_layout) in zip(panels, found.items(), strict=True):
+        first, *others = of_layout
+        losses = of_layout[first].losses
+        for name in others:
+            own = of_layout[name].losses
+            begin = len(losses) - len(own)
+            distances = [abs(a - b) for a, b in zip(own, losses[begin:], strict=True)]
+            axes.plot(range(begin + 1, len(losses) + 1), distances, label=name)
+        axes.set(title=title, xlabel="step", ylabel=f"distance from the loss of {first}")
+        axes.set_yscale("symlog", linthresh=1e-8)
+    panels[-1].legend(fontsize="x-small")
+    figure.savefig(file, dpi=100)
 
 
 if __name__ == "__main__":
