@@ -284,11 +284,18 @@ def refusals(tp_group):
         texts[name] = refused(ValueError, lambda name=name, value=value: model(ids, **{name: value}))
     with torch.no_grad():
         model(ids, attention_mask=ids)
+    model = call(build("qwen3"), chunks=4, sequence_parallel=True)
+    dropout = nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), nn.Dropout(), nn.Linear(HIDDEN, HIDDEN))
+    dropout = call(dropout, plan={})
+    texts["dropout"] = refused(ValueError, lambda: dropout(ids))
+    assert dropout.eval()(ids).requires_grad
+    texts["parts of chunks"] = refused(ValueError, lambda: model(ids[:, :6]))
     return texts
 
 
 def test_what_is_refused():
     expected = dict(
+        dropout="dropout on rank {cp} of 2 of cp_group acts on this rank's part of the tokens",
         chunks="sequence_chunks=3 on rank {cp} of cp_group must be a positive multiple of the",
         ep="mesh has the dims ep: known are pp, dp, cp, tp. Give expert_parallel_group",
         both="tp_group were both given",
@@ -300,6 +307,7 @@ def test_what_is_refused():
         use_cache="is given use_cache: a rank would have the keys of its own tokens",
         output_router_logits="is given output_router_logits=True, whose aux_loss would be of this rank's tokens",
         attention_mask="is given an attention_mask with padding",
+        **{"parts of chunks": "6 tokens of each sequence in 2 chunks (sequence_chunks), each of which"},
     )
     for rank, texts in enumerate(run_ranks(refusals, 4)):
         for name, text in expected.items():

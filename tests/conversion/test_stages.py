@@ -142,6 +142,28 @@ def all_keys(ranks):
     return set().union(*ranks)
 
 
+def frozen(world, layout):
+    """Gradients of the attention alone, as of adapters: the tied embeddings have none."""
+    mesh = mesh_of(*layout)
+    with tpi.set_tp_invariant_mode(True):
+        model = stage_of(mesh, "qwen3 tied")
+        for name, p in model.named_parameters():
+            p.requires_grad_("self_attn" in name)
+        tree = tpi.data_parallel.MicroBatchTree(model.parameters(), mesh=mesh, micro_batches=MICRO_BATCHES)
+        stage = tpi.data_parallel.Stage(model, mesh["pp"], "cpu", tree=tree)
+        ids, targets = (x.flatten(0, 1) for x in batch(0))
+        given = ([ids] if stage.is_first else []), (dict(target=targets) if stage.is_last else {})
+        Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of).step(*given[0], **given[1])
+        tree.reduce()
+        return {name: grad for name, grad in full_grads(model).items() if grad is not None}
+
+
+def test_tied_embeddings_that_are_frozen():
+    expected, *_ = run_ranks(frozen, RANKS, (1, 1, 1, 1))
+    for found in run_ranks(frozen, RANKS, (2, 1, 1, 1)):
+        testing.assert_bitwise_equal(found, {name: expected[name] for name in found})
+
+
 CASES = [  # kind, (pp, dp, cp, tp), schedule, sequence_parallel, dtype, chunks
     ("qwen3 tied", (1, 1, 1, 4), "GPipe", True, torch.float32, 1),
     ("qwen3 tied", (1, 4, 1, 1), "1F1B", False, torch.float32, 1),

@@ -220,8 +220,9 @@ def _convert(model: nn.Module, survey: Survey, sequence: ChunkedSequence | None 
         attending |= callers(model, around)  # which may hold dropout between the blocks
     else:
         attending = callers(model, survey.layers) | {id(model): model}
+    cp_group = None if sequence is None else sequence.group
     for caller in attending.values():
-        SafeSdpa(caller, partial(check_mask, survey.group), None if sequence is None else sequence.group)
+        SafeSdpa(caller, partial(check_mask, survey.group, cp_group=cp_group), cp_group)
     if survey.stack is not None:
         hooks = _SequenceHooks(survey.group if survey.sequence_parallel else Group(None, 0, 1), sequence)
         with_key(survey.stack.layers[0].register_forward_pre_hook(hooks.scatter, with_kwargs=True), "sequence")
@@ -283,7 +284,16 @@ class _SequenceHooks:
         pieces = 1 if self.chunks is None or self.group.size == 1 or self.chunks.held == 1 else self.chunks.pieces
         if pieces == 1:
             return move(x, self.group, SEQUENCE_DIM)
-        moved = move(x.unflatten(SEQUENCE_DIM, (pieces, -1)), self.group, SEQUENCE_DIM + 1)
+        try:
+            moved = move(x.unflatten(SEQUENCE_DIM, (pieces, -1)), self.group, SEQUENCE_DIM + 1)
+        except ValueError as error:
+            if not (tokens := x.shape[SEQUENCE_DIM]) % (pieces * self.group.size):
+                raise
+            raise ValueError(
+                f"x on rank {self.group.rank} has {tokens} tokens of each sequence in {pieces} chunks (sequence_chunks), "
+                f"each of which sequence parallelism divides over TP degree={self.group.size}: the number of tokens of "
+                f"a rank must be a multiple of {pieces * self.group.size}"
+            ) from error
         return moved.flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
 
     def _scattered(self, x: Tensor) -> Tensor:

@@ -257,11 +257,16 @@ def check_gradient_flow(model: nn.Module, outputs: Any, inputs: Any = ()) -> boo
     return True
 
 
-def check_mask(group: Group, node: Any, name: str) -> None:
-    """The CheckMask of functional/attention_choice.py for a model over `group`.
+def check_mask(group: Group, node: Any, name: str, *, cp_group: Group | None = None) -> None:
+    """The CheckMask of functional/attention_choice.py for a model over `group`, and over `cp_group`.
 
     Ranks that draw the same random numbers draw one mask for what is whole, but each the same one for its part.
     """
+    if cp_group is not None and cp_group.size > 1:
+        raise ValueError(
+            f"{name} on rank {cp_group.rank} of {cp_group.size} of cp_group acts on this rank's part of the tokens: its "
+            "mask would depend on the context parallel degree. Set p to 0 there, or call model.eval()"
+        )
     if group.size > 1 and (node is None or _is_part(node)):
         raise ValueError(
             f"{name} on rank {group.rank} of {group.size} acts on this rank's part of the activations"

@@ -62,7 +62,7 @@ class Stage(TellsInference, PipelineStage):
         num_stages: int | None = None,
     ) -> None:
         group = resolve_group(pp_group)
-        if getattr(module, "has_tied_stage", False) and not (tree is not None and tree.tied):
+        if _trains_tied_embeddings(module) and not (tree is not None and tree.tied):
             raise ValueError(
                 f"stage {group.rank} of {group.size} has an embedding that another stage shares: give it a tree, which "
                 "adds the gradients of both, of all its parameters. After fully_shard, which drops what they say, tied "
@@ -114,6 +114,14 @@ class Stage(TellsInference, PipelineStage):
         if self.counts is not None and len(self.counts) != self.chunks:
             raise ValueError(f"{where} has {len(self.counts)} counts, and its schedule {self.chunks} micro-batches")
         self.tree.add(count=None if self.counts is None else self.counts[micro_batch])
+
+
+def _trains_tied_embeddings(module: Any) -> bool:
+    """Whether this stage has an embedding that another stage shares, and that is not frozen."""
+    if not getattr(module, "has_tied_stage", False):
+        return False
+    ends = module.get_input_embeddings(), module.get_output_embeddings()  # one of them holds nothing here
+    return any(p.requires_grad for end in ends for p in end.parameters())
 
 
 def _logits_alone(module: nn.Module, args: Any, output: Any) -> Any:
