@@ -290,9 +290,9 @@ class _SequenceHooks:
             if not (tokens := x.shape[SEQUENCE_DIM]) % (pieces * self.group.size):
                 raise
             raise ValueError(
-                f"x on rank {self.group.rank} has {tokens} tokens of each sequence in {pieces} chunks (sequence_chunks), "
-                f"each of which sequence parallelism divides over TP degree={self.group.size}: the number of tokens of "
-                f"a rank must be a multiple of {pieces * self.group.size}"
+                f"x on rank {self.group.rank} has {tokens} tokens of each sequence in {pieces} chunks "
+                f"(sequence_chunks), each of which sequence parallelism divides over TP degree={self.group.size}: the number "
+                f"of tokens of a rank must be a multiple of {pieces * self.group.size}"
             ) from error
         return moved.flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
 

@@ -264,8 +264,8 @@ def check_mask(group: Group, node: Any, name: str, *, cp_group: Group | None = N
     """
     if cp_group is not None and cp_group.size > 1:
         raise ValueError(
-            f"{name} on rank {cp_group.rank} of {cp_group.size} of cp_group acts on this rank's part of the tokens: its "
-            "mask would depend on the context parallel degree. Set p to 0 there, or call model.eval()"
+            f"{name} on rank {cp_group.rank} of {cp_group.size} of cp_group acts on this rank's part of the tokens: "
+            "its mask would depend on the context parallel degree. Set p to 0 there, or call model.eval()"
         )
     if group.size > 1 and (node is None or _is_part(node)):
         raise ValueError(
