@@ -291,8 +291,8 @@ class _SequenceHooks:
                 raise
             raise ValueError(
                 f"x on rank {self.group.rank} has {tokens} tokens of each sequence in {pieces} chunks "
-                f"(sequence_chunks), each of which sequence parallelism divides over TP degree={self.group.size}: the number "
-                f"of tokens of a rank must be a multiple of {pieces * self.group.size}"
+                f"(sequence_chunks), each of which sequence parallelism divides over TP degree={self.group.size}: the "
+                f"number of tokens of a rank must be a multiple of {pieces * self.group.size}"
             ) from error
         return moved.flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
 
