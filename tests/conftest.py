@@ -200,8 +200,8 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--all-layouts", action="store_true",
-        help="each mixture of experts in each layout (tests/conversion/test_mixture_layouts.py), and each model type "
-        "in tests/hugging_face/test_fused.py, not a few of them",
+        help="all layouts of tests/conversion/test_mixture_layouts.py, test_mesh.py and test_stages.py, and each model "
+        "type in tests/hugging_face/test_fused.py, not a few of them",
     )  # fmt: skip
 
 

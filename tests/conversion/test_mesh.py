@@ -1,6 +1,7 @@
 """parallelize(mesh=..): one digest at every layout of dp, cp and tp, with and without sequence parallelism."""
 
 import functools
+import itertools
 import math
 
 import hf_models
@@ -188,17 +189,25 @@ def same(layout, expected, **settings):
     assert ranks[0].keys() == expected.keys()
 
 
-LAYOUTS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 1)]
+LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
+KINDS = [("qwen3", (1, 4, 1)), ("qwen3_moe", (1, 2, 2)), ("gpt_oss", (1, 2, 2)), ("gpt_oss", (2, 2, 1))]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, (2, 2, 2)], ids=str)
+def pytest_generate_tests(metafunc):
+    """A few of the layouts; all of them with --all-layouts."""
+    whole = metafunc.config.getoption("--all-layouts")
+    if metafunc.function is test_own_decoder:
+        metafunc.parametrize("layout", LAYOUTS if whole else LAYOUTS[-3:], ids=str)
+    elif metafunc.function is test_hugging_face:
+        every = itertools.product(("qwen3", "qwen3_moe", "gpt_oss"), [(1, 4, 1), (1, 2, 2), (2, 2, 1)])
+        metafunc.parametrize(("kind", "layout"), every if whole else KINDS, ids=str)
+
+
 def test_own_decoder(layout):
     for sp in {False, layout[2] > 1}:
         same(layout, alone(), sp=sp)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("layout", [(1, 4, 1), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_hugging_face(kind, layout):
     """Tied embeddings and norms of heads; a mixture of experts; sinks, windows and biases."""
     same(layout, alone(kind=kind), kind=kind, sp=layout[2] > 1)
