@@ -294,6 +294,10 @@ def refusals(tp_group):
     with torch.no_grad():
         model(ids, attention_mask=ids)
     model = call(build("qwen3"), chunks=4, sequence_parallel=True)
+    tokens = torch.arange(16)[None]  # whole on every rank
+    texts["whole"] = refused(RuntimeError, lambda: model(tokens))
+    model(tpi.sequence_part(tokens, mesh["cp"])).logits.sum().backward()
+    texts["clip"] = refused(RuntimeError, lambda: tpi.clip_grad_norm_(model.parameters(), 1.0))
     dropout = nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), nn.Dropout(), nn.Linear(HIDDEN, HIDDEN))
     dropout = call(dropout, plan={})
     texts["dropout"] = refused(ValueError, lambda: dropout(ids))
@@ -304,6 +308,8 @@ def refusals(tp_group):
 
 def test_what_is_refused():
     expected = dict(
+        whole="the model's input is the same on rank 0, 1 of cp_group, each of which must pass another part",
+        clip="clip_grad_norm_ has the gradient of model.embed_tokens.weight",
         dropout="dropout on rank {cp} of 2 of cp_group acts on this rank's part of the tokens",
         chunks="sequence_chunks=3 on rank {cp} of cp_group must be a positive multiple of the",
         ep="mesh has the dims ep: known are pp, dp, cp, tp. Give expert_parallel_group",

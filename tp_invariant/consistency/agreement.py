@@ -183,7 +183,7 @@ def check_agreement(
             if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():  # fake tensors have no values
                 facts[key] = int(tensor_hash(tensor))
         rows = compare(facts, group, device, numbers, name=name, describe=partial(_describe, facts))
-        check_parts(rows, facts.get("the layer", ""), part, sharded_weight)
+        check_parts(rows, facts.get("the layer", ""), part, sharded_weight, name)
     if len(agreed) >= _MAX_AGREED:
         agreed.clear()  # at the same call on all ranks, because all have agreed on the same calls
     agreed.add(known)

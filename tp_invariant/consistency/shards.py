@@ -127,7 +127,13 @@ def part_numbers(weight: Tensor | None, part: Part | None, allowed: bool) -> lis
     return numbers
 
 
-def check_parts(rows: Sequence[Sequence[int]], layer: str, part: Part | None, weight: Tensor | None = None) -> None:
+def check_parts(
+    rows: Sequence[Sequence[int]],
+    layer: str,
+    part: Part | None,
+    weight: Tensor | None = None,
+    name: str = "tp_group",
+) -> None:
     """Whether the ranks' parts differ and are of one full weight, given each rank's `part_numbers`.
 
     An input must be the same on all ranks to be an error: two ranks may have the same tokens by chance.
@@ -157,7 +163,7 @@ def check_parts(rows: Sequence[Sequence[int]], layer: str, part: Part | None, we
         )
     if part is not None and any(len(ranks) == len(rows) for ranks in inputs.values()):
         raise RuntimeError(
-            f"{part.name} is the same on {format_ranks(range(len(rows)))} of tp_group, each of which must pass another "
+            f"{part.name} is the same on {format_ranks(range(len(rows)))} of {name}, each of which must pass another "
             f"part: what every rank has whole was passed for it. {part.advice}. If the parts are equal on purpose, set "
             "shards_may_be_equal = True, of the tensor or of the layer, on every rank"
         )

@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, resolve_group
 from ..comm.wire import gather_objects
+from ..consistency.agreement import agreed_in, check_agreement
 from ..consistency.same_weights import check_same_model
+from ..consistency.shards import Part
 from ..core.module_hooks import with_key
 from ..hugging_face.models import is_attention
 
@@ -105,6 +107,7 @@ class _Arguments:
         """
         Raises:
             ValueError: an argument that needs whole sequences: padding, labels, a cache, router losses.
+            RuntimeError: on every rank: all have the same tokens, or not as many.
         """
         begin = f"{type(model).__name__} on rank {self.group.rank} of {self.group.size} of cp_group is given"
         mask = kwargs.get("attention_mask")
@@ -127,10 +130,19 @@ class _Arguments:
                 "routers, and tpi.load_balancing_loss(.., cp_group=..)"
             )
         kwargs = {**kwargs, "attention_mask": None, "use_cache": False}
-        if kwargs.get("position_ids") is None:
-            x = next((x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-            if isinstance(x, Tensor) and x.dim() > 1:
-                length = x.shape[1]
-                first = self.group.rank * length
+        x = next((x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+        if isinstance(x, Tensor) and x.dim() > 1:
+            self._check_tokens(x)
+            length = x.shape[1]
+            first = self.group.rank * length
+            if kwargs.get("position_ids") is None:
                 kwargs["position_ids"] = torch.arange(first, first + length, device=x.device).unsqueeze(0)
         return args, kwargs
+
+    def _check_tokens(self, x: Tensor) -> None:
+        """Whether ranks have other tokens, x [B, S, ..], at calls of a new shape."""
+        if torch.compiler.is_compiling():
+            return
+        facts = {"the call": "the model", "the shape of its tokens": tuple(x.shape)}
+        part = Part("the model's input", x, (1,), "Pass tpi.sequence_part(input_ids, cp_group)")
+        check_agreement(facts, self.group, x.device, agreed_in(self.group), part=part, name="cp_group")

@@ -37,6 +37,7 @@ from .grad_partial_sums import (
     scale,
 )
 from .parameters import carried_group, groups_in_use, is_sharded, stride_of
+from .sequence_chunks import refuse_partial_sums
 
 _USUAL_CAUSES = (
     "The parameter counts as replicated, so its gradient must be the same on every rank. Usual causes: a plain norm "
@@ -113,8 +114,9 @@ def clip_grad_norm_(
             mode on, an L2 norm of gradients on several devices.
         TypeError: a gradient that is sparse or not floating point; a parameter whose tp_group is not a group.
         RuntimeError: a norm that is not finite, with error_if_nonfinite; ranks that disagree, also in the gradient of
-            a replicated parameter; a gradient that a layer has added to main_grad; during a CUDA graph capture, no
-            earlier call with the same gradients, which builds the kernels' tables.
+            a replicated parameter; a gradient of a part of the chunks of a sequence (context_parallel_); a gradient
+            that a layer has added to main_grad; during a CUDA graph capture, no earlier call with the same gradients,
+            which builds the kernels' tables.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type!r} is not supported: choose 2.0 or inf")
@@ -130,6 +132,7 @@ def clip_grad_norm_(
     if stages.size > 1:
         messages = group_device(stages, call.device)
     try:
+        refuse_partial_sums([held.parameter for held in call.with_grad], "clip_grad_norm_", "this call")
         _check_stages(call, stages)
         call.agree("clip_grad_norm_", options)
         if not counted and stages.size == 1:

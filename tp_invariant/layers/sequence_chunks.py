@@ -17,7 +17,7 @@ Legend: B sequences, S tokens of each on this rank, P ranks of tensor parallelis
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +94,30 @@ def _refuse_partial_sums(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     if torch.compiler.is_compiling() or optimizer.__dict__.get(_checked, False):
         return
-    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if refuse_partial_sums(parameters, type(optimizer).__name__, "this step"):
+        optimizer.__dict__[_checked] = True
+
+
+def refuse_partial_sums(parameters: Iterable[Tensor], reader: str, what: str) -> bool:
+    """Whether parameters have gradients that are sums over several chunks; `reader` and `what` are for the error.
+
+    Raises:
+        RuntimeError: a gradient is of a rank's chunks alone.
+    """
+    found = False
+    for number, p in enumerate(parameters):
         mark = chunks_of(p)
         if p.grad is None or mark is None or mark.of == 1:
             continue
         if not getattr(p.grad, "summed_over_chunks", False):
             raise RuntimeError(
-                f"{type(optimizer).__name__} has the gradient of {label_of(p, number)} with shape {tuple(p.shape)} on "
+                f"{reader} has the gradient of {label_of(p, number)} with shape {tuple(p.shape)} on "
                 f"rank {mark.group.rank} of cp_group for a part of {mark.of} chunks of the sequence: call add() of "
-                "data_parallel.MicroBatchTree after each backward, and its reduce() before this step"
+                f"data_parallel.MicroBatchTree after each backward, and its reduce() before {what}"
             )
-        optimizer.__dict__[_checked] = True
+        found = True
+    return found
 
 
 register_optimizer_step_pre_hook(_refuse_partial_sums)
