@@ -1,13 +1,14 @@
 """Random composed models at TP=1, 2, 3 and 4: the same bytes on every rank, and right.
 
 A few fixed ones here; `pytest tests/test_fuzz.py --fuzz 500 --fuzz-seed 7` runs as many others, on GPUs with
-`--fuzz-device cuda`. A failing one is shrunk and printed as a script.
+`--fuzz-device cuda`; `-k context` those with a cp dim alone. A failing one is shrunk and printed as a script.
 """
 
 import collections
 import os
 import time
 
+import fuzz_context
 import fuzz_plans
 import fuzz_programs
 import fuzz_runner
@@ -18,6 +19,7 @@ from tp_invariant import testing
 
 FEW = 30
 FEW_PLANS = 12
+FEW_WITH_CONTEXT = 4
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +75,30 @@ def test_composed_models_on_gpus(request, capsys):
     _run_models(request, capsys, "cuda")
 
 
-def test_random_plans(request, capsys, one_thread):
+def test_composed_models_with_context_parallelism(request, capsys, one_thread):
+    """In layouts (cp, tp) of up to four ranks, compared with one rank that has as many chunks of the sequence."""
+    count, number = _options(request.config, FEW_WITH_CONTEXT)
+    start = time.time()
+    try:
+        counts = fuzz_runner.fuzz(fuzz_context.programs(), count, number, script=fuzz_context.script)
+    except fuzz_runner.Found as error:
+        pytest.fail(f"--fuzz-seed {number}: {error}\n\n{error.script}", pytrace=False)
+    if request.config.getoption("--fuzz") is not None:
+        _say(capsys, f"--fuzz-seed {number}: {counts}, in {time.time() - start:.0f} s")
+    assert counts.programs == count
+    assert counts.tensors > 20 * counts.programs
+    assert counts.off > counts.programs / 4
+
+
+@pytest.mark.parametrize("strategy, few", [("plans", FEW_PLANS), ("plans_with_context", FEW_PLANS)])
+def test_random_plans(request, capsys, one_thread, strategy, few):
     """`parallelize` is right or refuses, whatever the plan."""
-    count, number = _options(request.config, FEW_PLANS)
+    count, number = _options(request.config, few)
     counts, start = collections.Counter(), time.time()
     try:
         fuzz_runner.fuzz(
-            fuzz_plans.plans(), count, number, "cpu", check=fuzz_plans.check_plans, script=fuzz_plans.script,
-            counts=counts,
+            getattr(fuzz_plans, strategy)(), count, number, "cpu", check=fuzz_plans.check_plans,
+            script=fuzz_plans.script, counts=counts,
         )  # fmt: skip
     except fuzz_runner.Found as error:
         pytest.fail(f"--fuzz-seed {number}: {error}\n\n{error.script}", pytrace=False)

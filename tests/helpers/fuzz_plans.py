@@ -12,9 +12,13 @@ import json
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from meshes import init_device_mesh
 from torch import nn
 
 import tp_invariant as tpi
+from tp_invariant.comm.group import Group
+from tp_invariant.data_parallel import MicroBatchTree
+from tp_invariant.regions import gather_sequence
 
 ALLOWED = 1e-3  # norm-wise, in fp32; what is wrong is off by percents
 
@@ -208,6 +212,17 @@ def plans(draw, most=3):
     }  # fmt: skip
 
 
+@st.composite
+def plans_with_context(draw):
+    """In a layout (cp, tp), with chunks of the sequence."""
+    program = draw(plans())
+    degree = program["degree"]
+    cp = draw(st.sampled_from([n for n in (degree, 2, 1) if degree % n == 0]))
+    chunks = cp * draw(st.sampled_from([1, 2, 3]))
+    length = chunks * draw(st.sampled_from([2, 1, 3]))
+    return program | {"layout": [cp, degree // cp], "chunks": chunks, "length": length}
+
+
 # --- running --------------------------------------------------------------------------------------------------------
 
 
@@ -238,11 +253,29 @@ def unsharded(program):
     return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+def _sharded_backward(model, program, mesh):
+    """Of a model in a layout: this rank's part of the tokens, and sums over all chunks of them."""
+    if "layout" not in program:
+        return _backward(model, program, torch.float32)
+    cp, group = (None, Group(None, 0, 1)) if mesh is None else (mesh["cp"], None)
+    tree = MicroBatchTree(model.parameters(), group, 1, mesh=mesh)
+    y = _backward(lambda ids: gather_sequence(model(tpi.sequence_part(ids, cp)), cp, 1), program, torch.float32)
+    tree.add()
+    tree.reduce()
+    return y
+
+
 def sharded(tp_group, program, mode=True, plan=None):
     """Output and gradients of the parallelized model in fp32; or ("refused" | "failed", why)."""
     verify = {}
     if "verify" in inspect.signature(tpi.parallelize).parameters:
         verify = {"verify": True, "example_inputs": _ids(program)}
+    mesh = None
+    if "layout" in program:
+        verify["sequence_chunks"] = program["chunks"]
+        if tp_group is not None:
+            mesh = init_device_mesh("cpu", tuple(program["layout"]), mesh_dim_names=("cp", "tp"))
+            tp_group, verify["mesh"] = None, mesh
     with tpi.set_tp_invariant_mode(mode):
         styles = {name: _style(style) for name, style in (plan or plan_of(program)).items()}
         try:
@@ -250,7 +283,7 @@ def sharded(tp_group, program, mode=True, plan=None):
         except (ValueError, RuntimeError) as error:
             return "refused", str(error)
         try:
-            y = _backward(model, program, torch.float32)
+            y = _sharded_backward(model, program, mesh)
         except (ValueError, RuntimeError, TypeError) as error:
             return "failed", str(error)
         return {"y": y.detach(), **tpi.testing.full_grads(model)}

@@ -294,12 +294,17 @@ class Run(Data):
 
     # training
 
+    def prepared(self, forward, parameters, micro_batches):
+        """(a forward, what follows each backward, what follows the last one of a step)."""
+        return forward, lambda: None, lambda: None
+
     def train(
         self, forward, *, steps=2, micro_batches=1, optimizer="sgd", max_norm=1.0, norm_type=2.0, twice=False,
         clip_over=None,
     ):  # fmt: skip
         """`clip_over`: the group to clip over, for a model whose parameters are all whole and carry none."""
         params = [(name, getattr(module, key), *place) for name, module, key, *place in self.places]
+        forward, add, reduce = self.prepared(forward, [p for _, p, *_ in params], micro_batches)
         make = None
         for step in range(steps):
             for batch in range(micro_batches):
@@ -309,6 +314,8 @@ class Run(Data):
                     torch.autograd.backward(*map(list, zip(*self.outputs, strict=True)))
                 for name, leaf, place in self.leaves:
                     self.keep(f"grad of {name} {self.at}", leaf.grad, *(place or ()))
+                add()
+            reduce()
             for name, p, over, dim, stride, main_grad in params:
                 if main_grad:
                     self.keep(f"main_grad of {name} step {step}", p.main_grad, over, dim, stride)
