@@ -10,7 +10,7 @@ import json
 import math
 
 import torch
-from fuzz_programs import _Builder, types
+from fuzz_programs import WHOLE, _Builder, types
 from fuzz_runtime import Run
 from fuzz_source import layers_source
 from hypothesis import strategies as st
@@ -35,12 +35,12 @@ class _ContextBuilder(_Builder):
         self.chunks, degree = draw(sizes)
         self.dim, self.sequence_parallel = draw(st.sampled_from([1, 1, 0])), draw(st.booleans())
         super().__init__(draw, frozenset(), (degree,))
+        self.values = self.pick("normal", self.values)  # attention is not drawn for wide ones
 
     def _tokens(self):
-        sizes = [self.pick(2, 1, 3, self.unit), self.chunks * self.pick(1, 2, 3, self.unit)]
-        if self.dim == 1:
-            return tuple(sizes)
-        return (self.chunks * self.unit, sizes[0])[: self.pick(1, 2)]
+        batch, length = self.pick(2, 1, 3, self.unit), self.chunks * self.pick(*(1, 2, 3) * self.dim, self.unit)
+        batch = min(batch, max(1, 144 // length))
+        return (batch, length) if self.dim == 1 else (length, batch)[: self.pick(1, 2)]
 
     def group(self):
         return self.pick("world", "world", "none")
@@ -82,7 +82,10 @@ def programs(draw, most=12):
     builder = _ContextBuilder(draw)
     for _ in range(draw(st.integers(1, 2))):
         builder.start()
-    for _ in range(draw(st.integers(3, most))):
+    for number, t in enumerate(builder.types[:]):
+        if t.place == WHOLE:
+            getattr(builder, builder.pick("do_attention", "do_column"))(number, t)
+    for _ in range(draw(st.integers(1, most))):
         builder.step()
     return builder.finish()
 
