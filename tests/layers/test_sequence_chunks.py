@@ -259,6 +259,14 @@ def test_weights_that_are_loaded_copied_and_converted():
     assert {type(module).__name__ for module in model.modules()} == {type(m).__name__ for m in build(None).modules()}
 
 
+def test_a_stride_that_is_set_late():
+    """Gradient norms are summed by the bias' stride, which is the weight's from the first forward on."""
+    model = context_parallel_(nn.Sequential(tpi.Linear(4, 8, parallel_mode="column")), None, sequence_chunks=2)
+    model[0].weight.partition_stride = 2
+    model(torch.ones(1, 4, 4))
+    assert model[0].bias.partition_stride == 2
+
+
 def test_frozen_parameters_and_other_lengths():
     model = chunked()
     model.up.requires_grad_(False)
