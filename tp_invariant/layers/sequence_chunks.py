@@ -287,7 +287,7 @@ class ByChunk(KeepsAttributes):
             self._parameters.update(own)
             for name, of in aliases.items():
                 if "partition_stride" in vars(of[0]):  # which Linear sets on its bias, where the weight's was set late
-                    own[name].partition_stride = of[0].partition_stride  # type: ignore[union-attr]
+                    own[name].partition_stride = of[0].partition_stride  # type: ignore[union-attr, attr-defined]
         results, (structure, *_) = zip(*map(tree.tree_flatten, outputs), strict=True)
         joined = [self._join(one, batch, (whole, part)) for one in zip(*results, strict=True)]
         return tree.tree_unflatten(joined, structure)
