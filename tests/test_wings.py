@@ -135,6 +135,7 @@ ADDING = ("all_reduce", "reduce_scatter", "allreduce", "ReduceOp")
 NOT_ADDING = {
     "set_custom_reduce_scatter",  # how FSDP is given ours, which moves bytes, in place of its own
     "reduce_scatter_embeddings", "allreduce",  # an argument of Megatron's embedding, and its mark on parameters
+    "skip_final_all_reduce",  # a setting of vLLM's experts, which is refused
 }  # fmt: skip
 
 
