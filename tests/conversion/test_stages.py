@@ -106,6 +106,8 @@ def staged(world, kind, layout, schedule, sequence_parallel, dtype=torch.float32
     stage, stages = mesh["pp"].get_local_rank(), layout[0]
     with tpi.set_tp_invariant_mode(mode):
         model = stage_of(mesh, kind, dtype, sequence_parallel=sequence_parallel, sequence_chunks=chunks)
+        if not tie:
+            model.has_tied_stage = False
         for p in model.parameters() if not tie else ():
             vars(p).pop("tied_stage", None)
             vars(p).pop("copy_of", None)
@@ -299,7 +301,7 @@ def saved_and_loaded(world, kind, folder):
     ]
 
 
-@pytest.mark.parametrize("kind", ["qwen3 tied", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3 tied"])
 def test_checkpoints_of_all_stages(kind, tmp_path):
     names = list(model_of(kind).state_dict())
     fresh = model_of(kind).state_dict()
