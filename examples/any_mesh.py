@@ -1,6 +1,6 @@
 """Trains one small model in many layouts of 8 ranks, and compares every bit.
 
-    python examples/any_mesh.py                          # a few layouts, two minutes or so on two cores
+    python examples/any_mesh.py                          # a few layouts, two to three minutes on two cores
     python examples/any_mesh.py --all --model moe        # all 20 layouts of 8 ranks into pp, dp, cp and tp
     python examples/any_mesh.py --off                    # the control: the mode is off, and layouts differ
     python examples/any_mesh.py --picture any_mesh.png

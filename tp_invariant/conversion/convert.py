@@ -201,13 +201,14 @@ def parallelize(
 
 def _convert(model: nn.Module, survey: Survey, sequence: ChunkedSequence | None = None) -> None:
     """Changes the model as its survey says. sequence: of a model over a mesh."""
+    cp_group = None if sequence is None else sequence.group
     convert(model, survey.layers)
     for name in survey.latents:
         SharedKeys(model.get_submodule(name), survey.group)
     for name in survey.mixtures:
         SafeRouting(model.get_submodule(name), survey.gemm_fn)
     for name in survey.activations:
-        SafeSdpa(model.get_submodule(name))
+        SafeSdpa(model.get_submodule(name), cp_group=cp_group)
     if survey.is_hugging_face:
         hugging_face.install(model, survey.attention_stays)
         fused.install(model)
@@ -220,7 +221,6 @@ def _convert(model: nn.Module, survey: Survey, sequence: ChunkedSequence | None 
         attending |= callers(model, around)  # which may hold dropout between the blocks
     else:
         attending = callers(model, survey.layers) | {id(model): model}
-    cp_group = None if sequence is None else sequence.group
     for caller in attending.values():
         SafeSdpa(caller, partial(check_mask, survey.group, cp_group=cp_group), cp_group)
     if survey.stack is not None:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .torch_private import with_cells
+
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -33,7 +35,7 @@ def _of_copy(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     if isinstance(value, FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
         cells = tuple(CellType() for _ in value.__closure__ or ())
-        twin = memo[id(value)] = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        twin = memo[id(value)] = with_cells(value, cells)
         twin.__dict__.update(vars(value))
         twin.__qualname__, twin.__module__ = value.__qualname__, value.__module__
         twin.__defaults__ = _of_copy(value.__defaults__, memo)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -310,6 +311,11 @@ def skip_code(fn: Any) -> None:
     frames: Any = eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def with_cells(fn: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
+    """A function of fn's code and globals, without its defaults, whose closure is `cells`."""
+    return FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells)
 
 
 def register_ordered(name: str) -> None:
