@@ -1,9 +1,10 @@
 """Trains one small model in many layouts of 8 ranks, and compares every bit.
 
     python examples/any_mesh.py                          # a few layouts, two to three minutes on two cores
-    python examples/any_mesh.py --all --model moe        # all 20 layouts of 8 ranks into pp, dp, cp and tp
+    python examples/any_mesh.py --all --model moe        # all 20 factorisations of 8 into pp, dp, cp, tp
     python examples/any_mesh.py --off                    # the control: the mode is off, and layouts differ
     python examples/any_mesh.py --picture any_mesh.png
+    python examples/any_mesh.py --all --ranks 4 --device cuda --dtype bfloat16   # on four GPUs
 
 A layout says how many pipeline stages (pp), data-parallel replicas (dp), parts of each sequence (cp) and
 tensor-parallel ranks (tp) there are. "sp" is sequence parallelism; "ep" stores experts over the tensor-parallel ranks.
@@ -35,7 +36,7 @@ import tp_invariant as tpi
 from tp_invariant.examples.words import TEXT
 from tp_invariant.testing import digest, run_ranks
 
-RANKS, LENGTH = 8, 64
+LENGTH = 64
 SIZES: dict[str, Any] = dict(
     vocab_size=128, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=8, head_dim=8,
     max_position_embeddings=LENGTH, tie_word_embeddings=True, use_cache=False, pad_token_id=None, bos_token_id=None,
@@ -85,12 +86,12 @@ def build(options: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     sizes = {**SIZES, "num_hidden_layers": options.parts}
     config = Qwen3Config(**sizes) if options.model == "dense" else Qwen3MoeConfig(**sizes, **EXPERTS)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).to(options.device)
 
 
-def micro_batch(number: int) -> tuple[Tensor, Tensor]:
+def micro_batch(number: int, device: str) -> tuple[Tensor, Tensor]:
     """Token ids and targets, int64 [1, LENGTH] each: a window of the text's bytes."""
-    text = torch.tensor(list(TEXT.encode()))
+    text = torch.tensor(list(TEXT.encode()), device=device)
     start = number * 37 % (len(text) - LENGTH - 1)
     window = text[start : start + LENGTH + 1]
     return window[None, :-1], window[None, 1:]
@@ -108,7 +109,7 @@ def train(
     """Takes `steps` in a layout, from the seed or from the checkpoint `load`; writes the checkpoint `save`."""
     began = time.perf_counter()
     with tpi.set_tp_invariant_mode(not options.off):
-        mesh = init_device_mesh("cpu", layout[:4], mesh_dim_names=layout._fields[:4])
+        mesh = init_device_mesh(options.device, layout[:4], mesh_dim_names=layout._fields[:4])
         experts = {"expert_parallel_group": mesh["tp"]} if layout.extra == "ep" else {}
         model = tpi.parallelize(
             build(options), mesh=mesh, sequence_chunks=options.parts, sequence_parallel=layout.extra == "sp", **experts
@@ -120,7 +121,8 @@ def train(
         run = pipeline if layout.pp > 1 else one_stage
         log = []
         for step in steps:
-            batches = [micro_batch(step * options.micro_batches + number) for number in tree.share]
+            numbers = [step * options.micro_batches + number for number in tree.share]
+            batches = [micro_batch(number, options.device) for number in numbers]
             parts = [tuple(tpi.sequence_part(x, mesh["cp"]) for x in batch) for batch in batches]
             losses = run(model, mesh, tree, parts)
             tree.reduce()
@@ -146,7 +148,7 @@ def one_stage(model: Any, mesh: Any, tree: Any, batches: list[tuple[Tensor, Tens
 
 def pipeline(model: Any, mesh: Any, tree: Any, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
     counts, losses = [LENGTH] * len(batches), list[Tensor]()
-    stage = tpi.data_parallel.Stage(model, mesh["pp"], "cpu", tree=tree, counts=counts)
+    stage = tpi.data_parallel.Stage(model, mesh["pp"], batches[0][0].device, tree=tree, counts=counts)
     schedule = Schedule1F1B(stage, len(batches), loss_fn=functools.partial(loss_of, cp=mesh["cp"]))
     ids, targets = (torch.cat(column) for column in zip(*batches, strict=True))
     if stage.is_last:
@@ -176,7 +178,7 @@ def gathered(losses: list[float], mesh: Any) -> list[float]:
 def run(layout: Layout, options: argparse.Namespace, **others: Any) -> Record:
     """The record of a layout, which is the same on every rank."""
     given = {"steps": range(options.steps), "load": None, "save": None, **others}
-    records = run_ranks(train, RANKS, layout, options, *given.values(), timeout=1800)
+    records = run_ranks(train, options.ranks, layout, options, *given.values(), device=options.device, timeout=1800)
     if len({record.digest for record in records}) > 1:
         raise RuntimeError(f"{layout}: ranks have different digests")
     return records[0]
@@ -186,16 +188,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--all", action="store_true", help="all factorisations of 8, each with sp or ep where tp > 1")
+    parser.add_argument("--all", action="store_true", help="all factorisations, each with sp or ep where tp > 1")
+    parser.add_argument("--ranks", type=int, default=8, help="with --all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, one rank on each GPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--off", action="store_true", help="the control: with the mode off")
     parser.add_argument("--picture", help="draw the losses to this file, with the mode on and off")
     options = parser.parse_args(argv)
+    if options.ranks != 8 and not options.all:
+        parser.error("the chosen few layouts are of 8 ranks: --ranks needs --all")
     # layers, and chunks of a sequence: as many as ranks share them at most; 1F1B needs a micro-batch for each stage
-    options.parts, options.micro_batches = (8, 8) if options.all else (2, 4)
+    options.parts, options.micro_batches = (options.ranks, options.ranks) if options.all else (2, 4)
     layouts = list(FEW)
     if options.all:
         extra = "sp" if options.model == "dense" else "ep"
-        layouts = [*every_layout(RANKS)]
+        layouts = [*every_layout(options.ranks)]
         layouts += [layout._replace(extra=extra) for layout in layouts if layout.tp > 1]
     elif options.model == "moe":
         layouts = [layout._replace(extra="ep") if layout.extra else layout for layout in layouts]
