@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group, resolve_group
+from ..comm.collectives import Group, ranks_of, resolve_group
 from ..consistency.agreement import numbers_given_back, share_error
 from ..consistency.same_weights import check_same_model
 from ..core.bits import digest, leaves
@@ -49,7 +49,7 @@ from ..layers.parameters import ShardedModule
 from ..layers.replicate import place_whole
 from ..layers.sequence_chunks import ChunkedSequence, cut_by_chunk, problems_by_chunk
 from .gradient_flow import FirstForward, check_mask
-from .mesh_dims import MeshDims, install_over_cp, problems_over_cp
+from .mesh_dims import MeshDims, install_over_cp, one_dim_of, problems_over_cp
 from .plan_check import check_plan
 from .plans import Part, own_plan
 from .stages import cut_into_stages, problems_with_stages
@@ -103,7 +103,8 @@ def parallelize(
             calls of other lengths, such as generate's, run without sequence parallelism.
         expert_parallel_group: of a mixture of experts: store the weights of experts by expert over this group, instead
             of by their inner features. It has the ranks of tp_group, or those of several data-parallel replicas, which
-            then must call parallelize together and with the same model; see Experts.
+            then must call parallelize together and with the same model; see Experts. With `mesh`: mesh["tp"], or
+            mesh["dp", "tp"], a DeviceMesh of two dims, which stands for all its ranks in order.
         verify: first run copies of the model, with the plan and without, on the same input, forward and backward, and
             compare outputs and gradients, with the mode on also their bytes with those of one rank; see plan_check.py.
             This detects errors that cannot be seen in the modules: a fused projection whose output the model's code
@@ -129,9 +130,15 @@ def parallelize(
     dims = MeshDims() if mesh is None else MeshDims.of(mesh, tp_group)
     group = resolve_group(tp_group) if mesh is None else dims.tp
     sequence = ChunkedSequence(dims.cp, sequence_chunks, SEQUENCE_DIM, type(model).__name__)
+    if isinstance(expert_parallel_group, DeviceMesh) and expert_parallel_group.ndim > 1:
+        expert_parallel_group = one_dim_of(expert_parallel_group)
     stored_over = None if expert_parallel_group is None else resolve_group(expert_parallel_group)
     everyone = group  # all ranks that have a part of the model, or the same one
     if stored_over is not None:
+        if group.size == 1 and group.mesh is None:  # then no parameter is a DTensor
+            stored_over = replace(stored_over, mesh=None)
+        if mesh is not None:
+            dims.check_experts(mesh, ranks_of(stored_over))
         check_replicas_of(group, stored_over)
         everyone = stored_over if stored_over.size > group.size else group
     full_plan = own_plan(model) if plan is None else plan
@@ -149,7 +156,7 @@ def parallelize(
     if example_inputs is not None and not verify:
         survey.problems.append("example_inputs are what verify=True calls the model with: give both, or neither")
     if sequence_chunks > 1:
-        survey.problems += problems_by_chunk(model, survey.shards)
+        survey.problems += problems_by_chunk(model, dims.cp, survey.shards)
     if survey.is_hugging_face:
         survey.problems += problems_over_cp(model, dims.cp, survey.attention_stays)
     stages = dims.pp if survey.is_hugging_face else Group(None, 0, 1)  # of another model each rank gives its own stage

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +16,7 @@ from ..consistency.agreement import agreed_in, check_agreement
 from ..consistency.same_weights import check_same_model
 from ..consistency.shards import Part
 from ..core.module_hooks import with_key
+from ..core.torch_private import flattened
 from ..hugging_face.models import is_attention
 
 DIMS = ("pp", "dp", "cp", "tp")
@@ -43,11 +46,30 @@ class MeshDims(NamedTuple):
         if tp_group is not None:
             raise ValueError(f'mesh with the dims {names} and tp_group were both given: mesh["tp"] is tp_group')
         if unknown := [name for name in names if name not in DIMS]:
-            advice = ". Give expert_parallel_group" if "ep" in unknown else ""
+            advice = ""
+            if "ep" in unknown:
+                advice = '. Leave it out, and give expert_parallel_group=mesh["dp", "tp"] to divide experts over both'
             raise ValueError(f"mesh has the dims {', '.join(unknown)}: known are {', '.join(DIMS)}{advice}")
         if not names:
             raise ValueError(f"mesh={mesh} has no mesh_dim_names: known are {', '.join(DIMS)}")
         return cls(**{name: resolve_group(mesh[name]) for name in names})
+
+    @staticmethod
+    def check_experts(mesh: DeviceMesh, ranks: Sequence[int]) -> None:
+        """Whether the ranks over which experts are divided are, of this mesh, at this rank's place of pp and cp.
+
+        Raises:
+            ValueError: some are not.
+        """
+        place = mesh.get_coordinate()
+        assert place is not None and mesh.mesh_dim_names is not None
+        named = zip(mesh.mesh_dim_names, place, strict=True)
+        here = mesh.mesh[tuple(slice(None) if name in ("dp", "tp") else at for name, at in named)].flatten().tolist()
+        if others := sorted({*ranks} & {*mesh.mesh.flatten().tolist()} - {*here}):
+            raise ValueError(
+                f"expert_parallel_group has the global ranks {[*ranks]} on rank {dist.get_rank()}, of which {others} "
+                'are at another place of the dims pp or cp: give mesh["dp", "tp"], or mesh["tp"]'
+            )
 
     def check_same(self, model: nn.Module, facts: dict[str, Any]) -> None:
         """Whether all ranks of the mesh hold the same whole model, and have the same arguments. A collective.
@@ -65,6 +87,19 @@ class MeshDims(NamedTuple):
             found = next((text for text in gather_objects(found, group) if text), "")
         if found:
             raise RuntimeError(found)
+
+
+def one_dim_of(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dim with all ranks of this one in order, for mesh["dp", "tp"]. A collective if two dims are long.
+
+    Raises:
+        ValueError: the dims have no names.
+    """
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(f'expert_parallel_group={mesh} has no mesh_dim_names: pass mesh["dp", "tp"]')
+    several = [name for name, size in zip(names, mesh.shape, strict=True) if size > 1]
+    return flattened(mesh) if len(several) > 1 else mesh[(several or names)[-1]]
 
 
 # --- Hugging Face models over cp ------------------------------------------------------------------------------------

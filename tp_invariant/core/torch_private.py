@@ -20,6 +20,7 @@ from torch._library import effects, simple_registry
 from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -133,6 +134,11 @@ TABLE = (
         "register_ordered",
         "torch._library",
         "collectives of a compiled graph run in one order on all ranks; torch.library has no public function for it",
+    ),
+    PrivateName(
+        "flattened",
+        "torch.distributed.device_mesh.DeviceMesh._flatten",
+        "a group over several dims of a mesh, which all ranks must make: a part of a mesh does not know the others",
     ),
     PrivateName(
         "process_groups",
@@ -321,6 +327,11 @@ def with_cells(fn: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
 def register_ordered(name: str) -> None:
     """Has torch.compile run the operator `name` ("namespace::name") after earlier such ones and before later ones."""
     simple_registry.singleton.find(name).effect.register(effects.EffectType.ORDERED)
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh with one dim of all its ranks in order. All ranks of the mesh that it is a part of must call."""
+    return mesh._flatten()
 
 
 def process_groups() -> list[Any]:

@@ -12,6 +12,7 @@ micro-batches. Nodes are exchanged over the data-parallel ranks, and then over t
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -229,10 +230,10 @@ class MicroBatchTree:
         ]
         if 1 in (sizes := [group.size for group, _ in self._levels]):
             self._levels = [self._levels[sizes.index(max(sizes))]]
-        self._experts = [
-            ExpertSums([self._parameters[i] for i in indices], indices, self._labels, self.group, self._shares, self)
-            for indices in experts
-        ]
+        sums = functools.partial(
+            ExpertSums, labels=self._labels, dp_group=self.group, shares=self._shares, chunks=self._chunks, reader=self
+        )
+        self._experts = [sums([self._parameters[i] for i in indices], indices) for indices in experts]
         self._start()
 
     def _nodes_of(self, chunks: Iterable[int], share: range) -> list[tuple[int, int]]:
@@ -252,11 +253,10 @@ class MicroBatchTree:
                     f"{label} with shape {tuple(p.shape)} {begin} has a gradient for {mark.of} chunks of the sequence, "
                     f"and others for {self._chunks.of}: call context_parallel_ of the module that holds them all"
                 )
-            if self._chunks.of > 1 and (expert_group(p) is not None or is_cut_by(p, self.group)):
-                what = "experts over data-parallel ranks" if expert_group(p) is not None else "sharded by fully_shard"
+            if self._chunks.of > 1 and is_cut_by(p, self.group):
                 raise ValueError(
-                    f"{label} with shape {tuple(p.shape)} {begin} is {what}, which is not supported with "
-                    f"sequence_chunks={self._chunks.of}"
+                    f"{label} with shape {tuple(p.shape)} {begin} is sharded by fully_shard, which is not supported "
+                    f"with sequence_chunks={self._chunks.of}"
                 )
         cp = 1 if mesh is None or "cp" not in (mesh.mesh_dim_names or ()) else mesh["cp"].size()
         if mesh is not None and cp != self.cp_group.size:

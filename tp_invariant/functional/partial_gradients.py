@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,7 +119,31 @@ class PartialGradients:
 torch.serialization.add_safe_globals([PartialGradients])
 
 
-def partial_gradients_of(parameter: Tensor) -> PartialGradients | None:
+class PartialGradientsOfChunk(NamedTuple):
+    """What an alias of a parameter, for one of several chunks of the sequence, has in place of its PartialGradients.
+
+    chunk: the place of the chunk among the `chunks` of this rank. The parameter's sums are then one for each chunk and
+    micro-batch: those of chunk 0, then those of chunk 1.
+    """
+
+    gradients: PartialGradients
+    parameter: weakref.ref[Tensor]
+    chunk: int
+    chunks: int
+
+    @property
+    def is_read(self) -> bool:
+        return self.gradients.is_read
+
+    def add(self, alias: Tensor, sums: Sequence[Tensor | None]) -> None:
+        """PartialGradients.add of the parameter."""
+        none: _Sums = [None] * len(sums)
+        if (parameter := self.parameter()) is not None:
+            later = self.chunks - 1 - self.chunk
+            self.gradients.add(parameter, [*none * self.chunk, *sums, *none * later])
+
+
+def partial_gradients_of(parameter: Tensor) -> PartialGradients | PartialGradientsOfChunk | None:
     """Those of a parameter that a MicroBatchTree reads; None if none does."""
-    gradients: PartialGradients | None = getattr(parameter, "partial_gradients", None)
+    gradients: PartialGradients | PartialGradientsOfChunk | None = getattr(parameter, "partial_gradients", None)
     return gradients if gradients is not None and gradients.is_read else None

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..comm.collectives import Group, resolve_group
+from ..comm.collectives import Group, ranks_of, resolve_group
 from ..consistency.same_weights import check_same_model
 from ..core.derived_class import derived_class
 from ..core.dtensors import grad_like, is_dtensor, local_of
@@ -36,9 +36,9 @@ from ..core.graph_breaks import outside_of_graphs
 from ..core.module_hooks import has_own_forward, with_key
 from ..core.parameter_names import label_of
 from ..core.torch_private import current_backward, tree
-from ..functional.partial_gradients import PartialGradients
+from ..functional.partial_gradients import PartialGradients, PartialGradientsOfChunk
 from .local_parameters import PartsOfForeignModule
-from .parameters import KeepsAttributes, is_over_data
+from .parameters import KeepsAttributes, carried_group, is_over_data
 from .vocab_embedding import VocabParallelEmbedding
 
 # modules of torch's that combine tokens, or do not have the features last
@@ -157,8 +157,11 @@ def _aliases(parameter: Tensor, chunks: int) -> list[Tensor]:
     if known is None or (known.data_ptr(), known.shape, known.dtype) != (local.data_ptr(), local.shape, local.dtype):
         gradients.aliases = [_alias(parameter, local, gradients.waiting, chunk, chunks) for chunk in range(chunks)]
     attributes = {name: value for name, value in own.items() if name != "chunk_gradients"}
-    for alias in gradients.aliases:
+    for chunk, alias in enumerate(gradients.aliases):
         vars(alias).update(attributes)
+        if (of_experts := own.get("partial_gradients")) is not None:
+            held = weakref.ref(parameter)
+            alias.partial_gradients = PartialGradientsOfChunk(of_experts, held, chunk, chunks)  # type: ignore[attr-defined]
     return gradients.aliases
 
 
@@ -376,7 +379,7 @@ def context_parallel_(
     """
     group = resolve_group(cp_group)
     sequence = ChunkedSequence(group, sequence_chunks, sequence_dim, type(module).__name__)
-    if problems := problems_by_chunk(module):
+    if problems := problems_by_chunk(module, group):
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(
             f"{type(module).__name__} cannot have gradients for each of {sequence_chunks} chunks of the sequence on "
@@ -396,15 +399,16 @@ def context_parallel_(
     return module
 
 
-def problems_by_chunk(model: nn.Module, whole: Mapping[str, Container[str]] | None = None) -> list[str]:
+def problems_by_chunk(model: nn.Module, group: Group, whole: Mapping[str, Container[str]] | None = None) -> list[str]:
     """Why parameters of `model` cannot have a gradient for each chunk, one line for each module.
 
+    group: over which chunks are divided.
     whole: {name of a module: those of its parameters whose gradient will be complete}; None: as the modules say.
     """
-    return list(_problems(model, whole or {}))
+    return list(_problems(model, group, whole or {}))
 
 
-def _problems(model: nn.Module, whole: Mapping[str, Container[str]]) -> Iterator[str]:
+def _problems(model: nn.Module, group: Group, whole: Mapping[str, Container[str]]) -> Iterator[str]:
     for name, module in model.named_modules():
         where = f"{name or type(model).__name__}, a {type(module).__name__}"
         complete = whole.get(name, _whole_in(module))
@@ -413,8 +417,11 @@ def _problems(model: nn.Module, whole: Mapping[str, Container[str]]) -> Iterator
             yield f"{where}: has chunks of a sequence already"
         elif is_parametrized(module):
             yield f"{where}: is parametrized; it would have no gradient for each chunk"
-        elif any(is_over_data(p) for p in module.parameters(recurse=False)):
-            yield f"{where}: its experts are divided over data-parallel ranks (expert_parallel_group)"
+        elif ranks := _experts_over(module, group):
+            yield (
+                f"{where}: its experts are divided over the ranks {ranks} of cp_group (expert_parallel_group): divide "
+                'them over ranks of dp and tp at one place of cp, mesh["dp", "tp"]'
+            )
         elif getattr(module, "fuse_wgrad_accumulation", False):
             yield f"{where}: fuse_wgrad_accumulation=True adds the gradients of all chunks"
         elif not own:
@@ -428,6 +435,13 @@ def _problems(model: nn.Module, whole: Mapping[str, Container[str]]) -> Iterator
                 f"{where}: has {', '.join(own)} itself and modules with parameters inside; whether it computes token "
                 "by token is unknown. Give these parameters a module of their own"
             )
+
+
+def _experts_over(module: nn.Module, group: Group) -> list[int]:
+    """The ranks of the group, if there are several, over which experts of this module are divided."""
+    over = [carried_group(p) for p in module.parameters(recurse=False) if is_over_data(p)]
+    common = {rank for experts in over if experts is not None for rank in ranks_of(experts)} & {*ranks_of(group)}
+    return sorted(common) if len(common) > 1 else []
 
 
 def _whole_in(module: nn.Module) -> tuple[str, ...]:
