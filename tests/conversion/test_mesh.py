@@ -312,7 +312,7 @@ def test_what_is_refused():
         clip="clip_grad_norm_ has the gradient of model.embed_tokens.weight",
         dropout="dropout on rank {cp} of 2 of cp_group acts on this rank's part of the tokens",
         chunks="sequence_chunks=3 on rank {cp} of cp_group must be a positive multiple of the",
-        ep="mesh has the dims ep: known are pp, dp, cp, tp. Give expert_parallel_group",
+        ep="mesh has the dims ep: known are pp, dp, cp, tp. Leave it out, and give expert_parallel_group=",
         both="tp_group were both given",
         kind="mesh=4 is a int: pass a DeviceMesh",
         rope="cp=2: model.rotary_emb has rope_type='dynamic', which goes by the positions of a rank",
