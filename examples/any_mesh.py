@@ -7,8 +7,8 @@
     python examples/any_mesh.py --all --ranks 4 --device cuda --dtype bfloat16   # on four GPUs
 
 A layout says how many pipeline stages (pp), data-parallel replicas (dp), parts of each sequence (cp) and
-tensor-parallel ranks (tp) there are. "sp" is sequence parallelism; "ep" stores experts over the tensor-parallel ranks.
-Each layout starts from the same seed and takes the same steps on real text. Its digest is of the last loss, the last
+tensor-parallel ranks (tp) there are. "sp" is sequence parallelism; "ep" divides a mixture's experts over the data- and
+tensor-parallel ranks, where else each replica has all of them. Each layout starts from the same seed and takes the same steps on real text. Its digest is of the last loss, the last
 norm of the gradients, and all parameters. One run stops after half of its steps and goes on in another layout. The last
 line is `one digest in N layouts: HEX`, or says which differ (exit status 1).
 
@@ -110,7 +110,9 @@ def train(
     began = time.perf_counter()
     with tpi.set_tp_invariant_mode(not options.off):
         mesh = init_device_mesh(options.device, layout[:4], mesh_dim_names=layout._fields[:4])
-        experts = {"expert_parallel_group": mesh["tp"]} if layout.extra == "ep" else {}
+        # also without "ep" by expert: the norm of the gradients is summed expert by expert then
+        over = mesh["dp", "tp"] if layout.extra == "ep" else mesh["tp"]
+        experts = {"expert_parallel_group": over} if options.model == "moe" else {}
         model = tpi.parallelize(
             build(options), mesh=mesh, sequence_chunks=options.parts, sequence_parallel=layout.extra == "sp", **experts
         )
@@ -188,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--all", action="store_true", help="all factorisations, each with sp or ep where tp > 1")
+    parser.add_argument("--all", action="store_true", help="all factorisations, with and without sp, or ep")
     parser.add_argument("--ranks", type=int, default=8, help="with --all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, one rank on each GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -199,13 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the chosen few layouts are of 8 ranks: --ranks needs --all")
     # layers, and chunks of a sequence: as many as ranks share them at most; 1F1B needs a micro-batch for each stage
     options.parts, options.micro_batches = (options.ranks, options.ranks) if options.all else (2, 4)
-    layouts = list(FEW)
+    layouts = list(every_layout(options.ranks) if options.all else FEW)
+    extra, dim = ("sp", "tp") if options.model == "dense" else ("ep", "dp")
     if options.all:
-        extra = "sp" if options.model == "dense" else "ep"
-        layouts = [*every_layout(options.ranks)]
-        layouts += [layout._replace(extra=extra) for layout in layouts if layout.tp > 1]
+        layouts += [layout._replace(extra=extra) for layout in layouts if getattr(layout, dim) > 1]
     elif options.model == "moe":
-        layouts = [layout._replace(extra="ep") if layout.extra else layout for layout in layouts]
+        layouts = [layout._replace(extra="ep" if layout.dp > 1 else "") for layout in layouts]
     found: dict[str, Record] = {}
     for layout in layouts:
         found[str(layout)] = record = run(layout, options)

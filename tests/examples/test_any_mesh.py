@@ -15,7 +15,7 @@ def test_one_digest_in_layouts(model, capsys, monkeypatch):
     assert last.startswith("one digest in 2 layouts: ") and len(lines) == 3
     assert any_mesh.main(["--steps", "2", "--model", model, "--off"]) == 1
     *off, differ = capsys.readouterr().out.splitlines()
-    assert differ.startswith("differ from pp1 dp2 cp2 tp2: ")
+    assert differ.startswith("differ from pp1 dp2 cp2 tp2")
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines + off]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
