@@ -8,9 +8,10 @@
 
 A layout says how many pipeline stages (pp), data-parallel replicas (dp), parts of each sequence (cp) and
 tensor-parallel ranks (tp) there are. "sp" is sequence parallelism; "ep" divides a mixture's experts over the data- and
-tensor-parallel ranks, where else each replica has all of them. Each layout starts from the same seed and takes the same steps on real text. Its digest is of the last loss, the last
-norm of the gradients, and all parameters. One run stops after half of its steps and goes on in another layout. The last
-line is `one digest in N layouts: HEX`, or says which differ (exit status 1).
+tensor-parallel ranks; without it each replica has all of them. Each layout starts from the same seed and takes the same
+steps on real text. Its digest is of the last loss, the last norm of the gradients, and all parameters. One run stops
+after half of its steps and goes on in another layout. The last line is `one digest in N layouts: HEX`, or says which
+differ (exit status 1).
 
 Read `train` for what a training loop looks like at any layout. Needs transformers: pip install 'tp_invariant[hf]'.
 """
