@@ -429,7 +429,7 @@ def full_state_dict(
     stages = resolve_group(pp_group)
     full: dict[str, Any] = gather_entries(entries, group, rank0_only, cpu_offload and stages.size == 1)
     if stages.size > 1:
-        return gather_stages(full, stages, rank0_only, cpu_offload)
+        return gather_stages(model, full, stages, rank0_only, cpu_offload)
     if len(full) < len(entries) or not modules_with_extra_state(model, "get_extra_state"):
         return full
 

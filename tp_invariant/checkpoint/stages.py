@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..comm.wire import gather_objects
-from ..layers.other_stage import names_of_other_stages
+from ..layers.other_stage import names_of_other_stages, stages_of
 
 
 def copies_in(model: nn.Module) -> dict[str, str]:
@@ -33,24 +33,30 @@ def state_for_stage(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     return taken
 
 
-def gather_stages(own: Mapping[str, Any], stages: Group, rank0_only: bool, cpu_offload: bool) -> dict[str, Any]:
-    """The full tensors of all stages, one after another, from those of each. A collective.
+def gather_stages(
+    model: nn.Module, own: Mapping[str, Any], stages: Group, rank0_only: bool, cpu_offload: bool
+) -> dict[str, Any]:
+    """The full tensors of all stages, in their order, from those `own` of each rank's `model`. A collective.
 
     With rank0_only a rank that has nothing of its own is one of several that hold its stage, and gets nothing.
     """
-    described = gather_objects({n: (x.shape, x.dtype) if isinstance(x, Tensor) else x for n, x in own.items()}, stages)
+    parts = [(getattr(part, "pipeline_stage", (stages.rank,))[0], part.state_dict()) for part in stages_of(model)]
+    stage_of = {name: number for number, state in reversed(parts) for name in state}
+    whats = {name: (x.shape, x.dtype) if isinstance(x, Tensor) else x for name, x in own.items()}
+    described = gather_objects({name: (stage_of[name], what) for name, what in whats.items()}, stages)
     device = next((x.device for x in own.values() if isinstance(x, Tensor)), torch.device("cpu"))
     full: dict[str, Any] = {}
-    for stage, theirs in enumerate(described):
-        for name, what in theirs.items():
+    for rank, theirs in enumerate(described):
+        for name, (_, what) in theirs.items():
             value: Any = own.get(name, what)
             if isinstance(what, tuple) and isinstance(what[1], torch.dtype):
-                mine = stage == stages.rank
+                mine = rank == stages.rank
                 value = own[name].contiguous() if mine else torch.empty(what[0], dtype=what[1], device=device)
-                dist.broadcast(value, group=stages.process_group, group_src=stage)
+                dist.broadcast(value, group=stages.process_group, group_src=rank)
             if name not in full and not (rank0_only and stages.rank):
                 full[name] = value.cpu() if cpu_offload and isinstance(value, Tensor) else value
-    return full
+    numbers = {name: number for theirs in reversed(described) for name, (number, _) in theirs.items()}
+    return dict(sorted(full.items(), key=lambda item: numbers[item[0]]))
 
 
 def merge_optimizers(of_stages: list[Any]) -> Any:

@@ -45,6 +45,7 @@ from ..hugging_face.experts import SafeRouting
 from ..hugging_face.shared_keys import SharedKeys
 from ..layers.experts import check_replicas_of
 from ..layers.in_place import all_or_nothing, convert, held_outside, problems_in_place
+from ..layers.other_stage import stages_of
 from ..layers.parameters import ShardedModule
 from ..layers.replicate import place_whole
 from ..layers.sequence_chunks import ChunkedSequence, cut_by_chunk, problems_by_chunk
@@ -64,6 +65,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     sequence_chunks: int = 1,
+    stages_per_rank: int = 1,
     sequence_parallel: bool = False,
     gemm_fn: GemmFn | None = None,
     expert_parallel_group: dist.ProcessGroup | DeviceMesh | Group | None = None,
@@ -98,6 +100,9 @@ def parallelize(
             return hidden states (data_parallel.Stage). Of a model of one's own each rank gives its stage.
         sequence_chunks: into how many chunks each sequence is cut, at every layout: a gradient is one partial sum for
             each, see `context_parallel_`. The degree of "cp" must divide it.
+        stages_per_rank: of a Hugging Face model with "pp": how many runs of its layers a rank has, for interleaved
+            schedules. Run k of the pipeline is on rank k modulo the degree of "pp". The model then has the modules of
+            this rank's runs; call each as a module of its own (`data_parallel.stages_of`).
         sequence_parallel: shard the hidden states between decoder layers along the sequence, for models with
             `layers` and a final `norm`. The degree must divide the sequence length where there are gradients. Without,
             calls of other lengths, such as generate's, run without sequence parallelism.
@@ -160,9 +165,16 @@ def parallelize(
     if survey.is_hugging_face:
         survey.problems += problems_over_cp(model, dims.cp, survey.attention_stays)
     stages = dims.pp if survey.is_hugging_face else Group(None, 0, 1)  # of another model each rank gives its own stage
-    survey.problems += problems_with_stages(model, stages.size)
+    if survey.is_hugging_face or stages_per_rank == 1:
+        survey.problems += problems_with_stages(model, stages.size, stages_per_rank)
+    else:
+        survey.problems.append(
+            f"stages_per_rank={stages_per_rank}: {type(model).__name__} is no model of transformers. Cut it yourself, "
+            "and give parallelize each stage of this rank"
+        )
     facts = {
         "sequence_chunks": sequence_chunks,
+        "stages_per_rank": stages_per_rank,
         "sequence_parallel": sequence_parallel,
         "gemm_fn": None if gemm_fn is None else identify(gemm_fn),
         "what parallelize cannot honour": survey.problems,
@@ -200,9 +212,10 @@ def parallelize(
             place_whole(model, group.mesh)
         if sequence_chunks > 1:
             cut_by_chunk(model, sequence)
-        FirstForward(model, group)
     name_parameters(model.named_parameters())
-    cut_into_stages(model, stages)
+    cut_into_stages(model, stages, stages_per_rank)
+    for stage in stages_of(model):
+        FirstForward(stage, group)
     return model
 
 
@@ -242,7 +255,7 @@ def _convert(model: nn.Module, survey: Survey, sequence: ChunkedSequence | None 
             if hooks.group.size > 1 and name in survey.whole_blocks:
                 with_key(block.register_forward_hook(hooks.leave_block, with_kwargs=True), "sequence")
         if hooks.group.size > 1:
-            owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
+            hooks.owner = owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
             with_key(owner.register_forward_pre_hook(hooks.start, with_kwargs=True), "sequence")
             with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
             with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers, with_kwargs=True), "sequence")
@@ -266,6 +279,7 @@ class _SequenceHooks:
     def __init__(self, group: Group, chunks: ChunkedSequence | None = None) -> None:
         self.over = self.group = group  # `group` has one rank in a forward without sequence parallelism
         self.chunks = chunks
+        self.owner: nn.Module | None = None  # of the layers, also of those of several stages
         self.whole: list[Any] = []  # the layers that then run without it
         self.inside = False
         self.tokens = 0  # of this rank's part of the sequence, in the latest forward
@@ -281,7 +295,8 @@ class _SequenceHooks:
         if shards is (self.group is self.over):
             return
         if not shards:
-            self.whole = [layer for layer in owner.modules() if getattr(layer, "sequence_parallel", False)]
+            layers = (self.owner or owner).modules()
+            self.whole = [layer for layer in layers if getattr(layer, "sequence_parallel", False)]
         self.group = self.over if shards else Group(None, 0, 1)
         for layer in self.whole:
             layer.sequence_parallel = shards

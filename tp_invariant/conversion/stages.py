@@ -5,6 +5,9 @@ output layer. All else of the model stays on every stage (positions, masks, rota
 parameters. In the place of another stage's modules there are modules that pass their input on. So names, indices of
 layers, and the hooks of sequence parallelism on the first layer and the final norm are those of the whole model.
 
+With several stages on a rank the model keeps the modules of all of them. Each stage is a copy of the model that shares
+its own modules with it (layers/other_stage.py), and is cut as one stage of a rank is.
+
 What a model does between its embedding and its first layer (a scale), or between its norm and its output (a softcap),
 runs on every stage too. There it is without effect: hidden states enter at the first layer, and leave at the norm.
 """
@@ -12,6 +15,7 @@ runs on every stage too. There it is without effect: hidden states enter at the 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,7 +24,7 @@ from ..comm.collectives import Group
 from ..core.bits import leaves
 from ..core.layout import split_sizes
 from ..data_parallel.tied_stages import tie_stages
-from ..layers.other_stage import leave_to_other_stage
+from ..layers.other_stage import copy_apart, leave_to_other_stage
 from .survey import Stack
 
 
@@ -51,70 +55,106 @@ class _Found(NamedTuple):
         return next(stage for stage, end in enumerate(ends) if index < end)
 
 
-def problems_with_stages(model: nn.Module, stages: int) -> list[str]:
+def problems_with_stages(model: nn.Module, ranks: int, per_rank: Any = 1) -> list[str]:
     """Why `model` cannot be cut into as many stages, one line for each reason; nothing is changed."""
+    if not isinstance(per_rank, int) or isinstance(per_rank, bool) or per_rank < 1:
+        return [f"stages_per_rank={per_rank!r}: it must be an int, and at least 1"]
+    begin, stages = f"pp={ranks}" + (f", stages_per_rank={per_rank}" if per_rank > 1 else ""), ranks * per_rank
     if stages == 1:
         return []
     found = _Found.of(model)
     if found is None:
         return [
-            f"pp={stages}: {type(model).__name__} has no decoder layers (a module with `layers`, an nn.ModuleList, and "
+            f"{begin}: {type(model).__name__} has no decoder layers (a module with `layers`, an nn.ModuleList, and "
             "`norm`) between an embedding and an output layer. Cut it yourself, and give parallelize each rank's stage"
         ]
     if len(found.stack.layers) < stages:
-        return [f"pp={stages}: {len(found.stack.layers)} layers in {found.stack.prefix[:-1]} are fewer than stages"]
+        return [f"{begin}: {len(found.stack.layers)} layers in {found.stack.prefix[:-1]} are fewer than stages"]
     problems, seen = [], dict[int, tuple[str, int]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stage = found.stage_of(name, stages)
         if stage is None:
-            problems.append(f"pp={stages}: {name} is in no decoder layer, embedding, final norm or output layer")
+            problems.append(f"{begin}: {name} is in no decoder layer, embedding, final norm or output layer")
             continue
         first, of_first = seen.setdefault(id(parameter), (name, stage))
-        if stage != of_first and not (first.startswith(found.embedding) and name.startswith(found.output)):
-            problems.append(f"pp={stages}: {first} and {name} are one parameter, in the stages {of_first} and {stage}")
+        tied = first.startswith(found.embedding) and name.startswith(found.output)
+        if stage != of_first and not (tied and ranks > 1):
+            advice = ", and on one rank: give stages_per_rank=1" if tied else ""
+            problems.append(
+                f"{begin}: {first} and {name} are one parameter, in the stages {of_first} and {stage}{advice}"
+            )
     return problems
 
 
-def cut_into_stages(model: Any, pp_group: Group) -> None:
-    """Leaves this rank's stage of `model`. A collective of the ranks of pp_group, after `problems_with_stages`.
+def cut_into_stages(model: Any, pp_group: Group, per_rank: int = 1) -> None:
+    """Leaves this rank's stages of `model`. A collective of the ranks of pp_group, after `problems_with_stages`.
 
     Stage 0 takes token ids, others the hidden states [B, S, H] that the stage before returns. The last stage returns
     what the model does. Its weight, if it is the embedding's too, is a copy (data_parallel/tied_stages.py).
     """
-    if pp_group.size == 1:
+    stages = pp_group.size * per_rank
+    if stages == 1:
         return
     found = _Found.of(model)
     assert found is not None
-    stack, own = found.stack, pp_group.rank
     weight, of_output = (model.get_submodule(name).weight for name in (found.embedding, found.output))
-    if weight is of_output:
+    tied = weight is of_output
+    if tied:
         tie_stages(weight, f"{found.embedding}.weight", pp_group)
-        model.has_tied_stage = own in (0, pp_group.size - 1)
-    layers = [f"{stack.prefix}{index}" for index in range(len(stack.layers))]
-    stage_of = {
-        n: found.stage_of(f"{n}.", pp_group.size) for n in (found.embedding, *layers, stack.norm_name, found.output)
-    }
+    layers = [f"{found.stack.prefix}{index}" for index in range(len(found.stack.layers))]
+    cut = (found.embedding, *layers, found.stack.norm_name, found.output)
+    stage_of = {name: found.stage_of(f"{name}.", stages) for name in cut}
+    own = range(pp_group.rank, stages, pp_group.size)
+    of_rank = [model]
+    if per_rank > 1:
+        of_rank = [copy_apart(model, [name for name, stage in stage_of.items() if stage != number]) for number in own]
+    for number, part in zip(own, of_rank, strict=True):
+        if tied:
+            part.has_tied_stage = number in (0, stages - 1)
+        _cut(part, number, stages, stage_of, layers, found.stack.norm_name)
+    if per_rank > 1:
+        for name, stage in stage_of.items():
+            if stage not in own:
+                leave_to_other_stage(model.get_submodule(name))
+        model.stages_of_rank = of_rank
+        if pp_group.size > 1:
+            model.register_forward_pre_hook(_refuse_several, prepend=True)
+
+
+def _cut(part: Any, number: int, stages: int, stage_of: Mapping[str, int | None], layers: list[str], norm: str) -> None:
+    """Makes a whole model, of which `layers` and `norm` are names, the stage `number`."""
+    part.pipeline_stage = number, stages
     for name, stage in stage_of.items():
-        if stage != own:
-            leave_to_other_stage(model.get_submodule(name))
-    boundary = _Boundary(pp_group)
-    model.register_forward_pre_hook(boundary.enter, with_kwargs=True)
-    if own > 0:  # before sequence parallelism scatters
-        stack.layers[0].register_forward_pre_hook(boundary.enter_layers, with_kwargs=True, prepend=True)
-    if own < pp_group.size - 1:  # after it has gathered
-        model.get_submodule(stack.norm_name).register_forward_hook(boundary.leave_layers)
-        model.register_forward_hook(boundary.leave)
-    first = model.get_submodule(next(name for name in layers if stage_of[name] == own))
+        if stage != number:
+            leave_to_other_stage(part.get_submodule(name))
+    boundary = _Boundary(number, stages)
+    part.register_forward_pre_hook(boundary.enter, with_kwargs=True)
+    if number > 0:  # before sequence parallelism scatters
+        first = part.get_submodule(layers[0])
+        first.register_forward_pre_hook(boundary.enter_layers, with_kwargs=True, prepend=True)
+    if number < stages - 1:  # after it has gathered
+        part.get_submodule(norm).register_forward_hook(boundary.leave_layers)
+        part.register_forward_hook(boundary.leave)
+    first = part.get_submodule(next(name for name in layers if stage_of[name] == number))
     first.register_forward_pre_hook(boundary.check_arguments, with_kwargs=True)
     first.register_forward_hook(boundary.check_output)
+
+
+def _refuse_several(model: Any, args: tuple) -> None:
+    numbers = [part.pipeline_stage[0] for part in model.stages_of_rank]
+    of = model.stages_of_rank[0].pipeline_stage[1]
+    raise ValueError(
+        f"{type(model).__name__} has the stages {numbers} of {of} on this rank, and each is called by itself: "
+        "tp_invariant.data_parallel.stages_of(model) has them"
+    )
 
 
 class _Boundary:
     """Hooks that put hidden states into a stage's layers, and take them out."""
 
-    def __init__(self, group: Group) -> None:
-        self.stage = f"stage {group.rank} of {group.size}"
-        self.is_first = group.rank == 0
+    def __init__(self, number: int, stages: int) -> None:
+        self.stage = f"stage {number} of {stages}"
+        self.is_first = number == 0
         self.states: Tensor | None = None  # what has entered and not yet left
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

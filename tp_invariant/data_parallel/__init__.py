@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..layers.other_stage import stages_of
 from .fixed_order import FixedOrderReduceScatter, TokenCount, fix_reduction_order, fixed_order_hook
 from .micro_batch_tree import MicroBatchTree
 
@@ -15,6 +16,7 @@ __all__ = [
     "TokenCount",
     "fix_reduction_order",
     "fixed_order_hook",
+    "stages_of",
 ]
 
 

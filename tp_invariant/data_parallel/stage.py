@@ -29,18 +29,23 @@ class Stage(TellsInference, PipelineStage):
     has all layers, bit for bit, whatever the schedule: GPipe, 1F1B, interleaved, and zero-bubble ones of models without
     tied embeddings. The loss is a sum over tokens; the tree divides it.
 
+    A rank with several stages (interleaved schedules) makes one of each module of `stages_of(model)`, each with a tree
+    of its own, and gives the schedule the list. Each parameter gets the attribute `pipeline_stage`, this stage's
+    number, by which clip_grad_norm_ adds up the stages in their order.
+
     Of a Hugging Face model's output the stage returns `logits`, from now on in every call of the model.
 
     Args:
-        module: this rank's stage: what parallelize(mesh=..) with a "pp" dim returns, or a module of your own that takes
-            and returns tensors.
+        module: this rank's stage: what parallelize(mesh=..) with a "pp" dim returns, one of `stages_of` it, or a module
+            of your own that takes and returns tensors.
         pp_group: the ProcessGroup or 1-D DeviceMesh of the pipeline's stages; of one rank for a model in one stage.
         device: where the stage runs.
         tree: of this stage's parameters; of several stages on a rank each has its own. None: gradients are left to the
             caller.
         counts: what tree.add gets as `count`, for each micro-batch of the schedule. The list may be changed between
             steps (`stage.counts`). None: nothing is divided.
-        stage_index, num_stages: of several stages on a rank: the number of this one, and how many there are in all.
+        stage_index, num_stages: of several stages of your own on a rank: the number of this one, and how many there are
+            in all.
 
     Raises:
         ValueError: tied embeddings on two stages without a tree that has them, or after fully_shard; in a backward, a
@@ -68,13 +73,16 @@ class Stage(TellsInference, PipelineStage):
                 "adds the gradients of both, of all its parameters. After fully_shard, which drops what they say, tied "
                 "embeddings are not supported"
             )
+        index, stages = getattr(module, "pipeline_stage", (group.rank, group.size))
         super().__init__(
             module,
-            group.rank if stage_index is None else stage_index,
-            group.size if num_stages is None else num_stages,
+            index if stage_index is None else stage_index,
+            stages if num_stages is None else num_stages,
             torch.device(device),
             group=group.process_group,
         )
+        for p in module.parameters():
+            p.pipeline_stage = self.stage_index  # type: ignore[attr-defined]
         self.tree, self.counts = tree, counts
         module.register_forward_pre_hook(self._clear, prepend=True)
         module.register_forward_hook(_logits_alone)
@@ -92,7 +100,7 @@ class Stage(TellsInference, PipelineStage):
             raise NotImplementedError(
                 f"stage {self.stage_index} of {self.num_stages} has an embedding that another stage shares, and the "
                 "schedule computes weight gradients later, so that the two stages could wait for each other: choose "
-                "GPipe or 1F1B, or untie the embeddings"
+                "GPipe or 1F1B, interleaved or not, or untie the embeddings"
             )
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:

@@ -8,6 +8,7 @@ gradients. For a DTensor the groups are those of its mesh, and its placements sa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.collectives import Group, OnMesh, gather_major, is_capturing, ranks_of, resolve_group
+from ..comm.wire import gather_objects
 from ..consistency.agreement import check_agreement, compare_environments, share_error
 from ..consistency.compare import LOCAL_ERROR, group_device
 from ..consistency.same_gradients import GradientComparison, compare_gradients, maximal_groups
@@ -90,7 +92,8 @@ def clip_grad_norm_(
     With pp_group the norm is that of all stages of a pipeline together. Their partial sums are gathered and added in
     the order of the stages, so a model that is cut into stages has the norm of the whole model, to the bit, where each
     stage has the parameters that follow those of the stage before. With several stages on a rank, give the parameters
-    of all of them: the bits are then the same at every tensor-parallel degree, not those of the whole model. A
+    of all of them: the attribute `pipeline_stage` of each, which data_parallel.Stage sets, is the number of its stage;
+    without it the rank in pp_group is, and the bits are those of one order, not those of the whole model. A
     parameter that several stages hold (tied embeddings) counts once for each of them: on all but the first, set the
     attribute `shared = True` of this parameter, as Megatron-LM does. With pp_group such a one is scaled and does not
     count. Its gradient must be the sum over these stages already.
@@ -127,7 +130,7 @@ def clip_grad_norm_(
     counted = call.with_grad
     if stages.size > 1:
         counted = [held for held in counted if not _is_shared(held.parameter)]
-    own = torch.zeros(0, device=call.device)  # what of this stage is added up
+    own: dict[int, Tensor] = {}  # what of each stage of this rank is added up
     place = messages = call.device
     if stages.size > 1:
         messages = group_device(stages, call.device)
@@ -138,21 +141,20 @@ def clip_grad_norm_(
         if not counted and stages.size == 1:
             return torch.tensor(0.0)
         if counted and norm_type == math.inf:
-            own = _largest(counted).unsqueeze(0)
+            own = {0: _largest(counted).unsqueeze(0)}
         elif counted and invariant:
             _check_devices(counted, call.rank)
-            own = partial_sums_of(counted)
+            own = {number: partial_sums_of(held) for number, held in _by_stage(counted, stages).items()}
     except (TypeError, ValueError, RuntimeError) as error:
         share_error(error, stages, messages, set())  # the other stages would wait
         raise
     if stages.size > 1:
         check_agreement({"the TP-invariant mode": invariant, **options}, stages, messages, set())
         place = _device_of_stages(call, stages)
-        own = own.to(place)
     if norm_type == math.inf:
-        total = torch.cat([own.new_zeros(1), _of_all_stages(own, stages)]).max()
+        total = torch.cat([torch.zeros(1, device=place), _of_all_stages(own, stages, place)]).max()
     elif invariant:
-        total = norm_of(_of_all_stages(own, stages))
+        total = norm_of(_of_all_stages(own, stages, place))
     else:
         total = stock.grad_norm([held.parameter for held in counted], [held.over for held in counted], stages, place)
     total = total.masked_fill(total.isnan(), math.nan)  # one NaN bit pattern, from whichever sum it came
@@ -196,14 +198,27 @@ def _device_of_stages(call: ClipCall, stages: Group) -> torch.device:
     return place
 
 
-def _of_all_stages(own: Tensor, stages: Group) -> Tensor:
-    """The vectors of all stages, one after another; their lengths may differ."""
+def _by_stage(counted: Iterable[HeldGradient], stages: Group) -> dict[int, list[HeldGradient]]:
+    """The gradients of each stage that this rank has."""
+    of: dict[int, list[HeldGradient]] = {}
+    for held in counted:
+        number = getattr(held.parameter, "pipeline_stage", stages.rank) if stages.size > 1 else 0
+        of.setdefault(number, []).append(held)
+    return of
+
+
+def _of_all_stages(own: Mapping[int, Tensor], stages: Group, place: torch.device) -> Tensor:
+    """The vectors of all stages, in the order of their numbers, on a device; their lengths may differ."""
+    mine = torch.cat([torch.zeros(0, device=place), *(x.to(place) for x in own.values())])
     if stages.size == 1:
-        return own
-    length = torch.tensor([len(own)], dtype=torch.int64, device=group_device(stages, own.device))
-    lengths = gather_major(length, stages).flatten().tolist()
-    gathered = gather_major(F.pad(own, (0, max(lengths) - len(own))), stages)
-    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
+        return mine
+    lengths = gather_objects([(number, len(x)) for number, x in own.items()], stages)
+    longest = max(sum(length for _, length in theirs) for theirs in lengths)
+    vectors = []
+    for theirs, vector in zip(lengths, gather_major(F.pad(mine, (0, longest - len(mine))), stages), strict=True):
+        ends = itertools.accumulate(length for _, length in theirs)
+        vectors += [(number, vector[end - length : end]) for (number, length), end in zip(theirs, ends, strict=True)]
+    return torch.cat([vector for _, vector in sorted(vectors, key=lambda one: one[0])])
 
 
 # --- how each parameter is held -------------------------------------------------------------------------------------
