@@ -13,7 +13,8 @@ PATHS = {  # what the README and the pages name
     "batch_invariant": "set_batch_invariant_mode batch_invariant is_batch_invariant_mode_enabled "
     "enable_batch_invariant_mode disable_batch_invariant_mode",
     "checkpoint": "save load",
-    "data_parallel": "FixedOrderReduceScatter MicroBatchTree Stage TokenCount fix_reduction_order fixed_order_hook",
+    "data_parallel": "FixedOrderReduceScatter MicroBatchTree Stage TokenCount fix_reduction_order fixed_order_hook "
+    "stages_of",
     "determinism": "Report Row checkpoint_kwargs deterministic enable report",
     "gemm": "GemmFn autotune bundled bundled_gemm_fn gemm set_default_gemm_fn",
     "graphs": "GraphedLayers graph_layers",

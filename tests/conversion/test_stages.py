@@ -106,15 +106,18 @@ def mesh_of(pp, dp, cp, tp):
     return init_device_mesh("cpu", (RANKS // math.prod(sizes), *sizes), mesh_dim_names=("copy", *names))[names]
 
 
-def staged(world, kind, layout, schedule, sequence_parallel, dtype=torch.float32, chunks=1, mode=True, tie=True):
-    """As `whole`, what this rank has; with two stages on it for an interleaved schedule."""
+def staged(world, kind, layout, schedule, sequence_parallel, dtype=torch.float32, chunks=1, mode=True, without=None):
+    """As `whole`, what this rank has; with two stages on it for an interleaved schedule.
+
+    without: "the exchange" of tied embeddings' gradients, or "numbers" of stages on parameters.
+    """
     mesh, per_rank = mesh_of(*layout), 2 if schedule in INTERLEAVED else 1
     options = dict(sequence_parallel=sequence_parallel, sequence_chunks=chunks, stages_per_rank=per_rank)
     with tpi.set_tp_invariant_mode(mode):
         model = stage_of(mesh, kind, dtype, **options)
-        if not tie:
+        if without == "the exchange":
             model.has_tied_stage = False
-        for p in model.parameters() if not tie else ():
+        for p in model.parameters() if without == "the exchange" else ():
             vars(p).pop("tied_stage", None)
             vars(p).pop("copy_of", None)
         parts = []
@@ -125,6 +128,8 @@ def staged(world, kind, layout, schedule, sequence_parallel, dtype=torch.float32
             *range(mesh["pp"].get_local_rank(), parts[0].num_stages, layout[0])
         ]
         of = parts if schedule in INTERLEAVED else parts[0]
+        for p in model.parameters() if without == "numbers" else ():
+            del p.pipeline_stage
         loss_fn = partial(loss_of, cp_group=mesh["cp"])
         run = (SCHEDULES | INTERLEAVED)[schedule](of, len(tree.share), loss_fn=loss_fn)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -237,7 +242,7 @@ def test_layouts(case, expected):
     check_same(run_ranks(staged, RANKS, *case), expected(case[0], *case[-2:]))
 
 
-@pytest.mark.parametrize("kind", ["qwen3 tied", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3 tied", "gemma3", "llama", "qwen3_moe"])
 def test_values(kind, expected):
     """Losses, gradients and the norm of the first step against the model of transformers in float64."""
     model, found = model_of(kind, torch.float64), expected(kind, torch.float32, 1)
@@ -292,13 +297,23 @@ def test_stages_are_parts_of_the_model():
 def test_tied_embeddings_without_the_exchange(expected):
     """Each stage then has its own gradient, and their sum after the tree is rounded otherwise than before it."""
     case = "qwen3 tied", (2, 1, 1, 2), "1F1B", True, torch.float32, 1
-    ranks = run_ranks(staged, RANKS, *case, True, False)
+    ranks = run_ranks(staged, RANKS, *case, True, "the exchange")
     grads = {key: x for rank in ranks for key, x in rank.items() if key[0] == "gradient 0"}
     exact = expected(case[0], *case[-2:])["gradient 0", "model.embed_tokens.weight"]
     first, last = (grads["gradient 0", f"{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
     assert not torch.allclose(first, exact, rtol=1e-3) and not torch.allclose(last, exact, rtol=1e-3)
     torch.testing.assert_close(first + last, exact, rtol=1e-4, atol=1e-6)
     assert testing.digest(first + last) != testing.digest(exact)
+
+
+def test_the_norm_without_the_numbers_of_stages(expected):
+    """It is then summed in the order of the ranks: the gradients' own bits, and another norm."""
+    case = "qwen3 tied", (2, 1, 1, 2), "interleaved", True, torch.float32, 1
+    found, whole_model = run_ranks(staged, RANKS, *case, True, "numbers")[0], expected(case[0], *case[-2:])
+    first = [key for key in found if key[0] == "gradient 0"]
+    testing.assert_bitwise_equal([found[key] for key in first], [whole_model[key] for key in first])
+    assert testing.digest(found["norm", 0]) != testing.digest(whole_model["norm", 0])
+    torch.testing.assert_close(found["norm", 0], whole_model["norm", 0], rtol=1e-6, atol=0)
 
 
 # --- state ----------------------------------------------------------------------------------------------------------
@@ -424,7 +439,8 @@ def refused(world):
     tree = tpi.data_parallel.MicroBatchTree(stage.parameters(), mesh["dp"], MICRO_BATCHES)
     part = tpi.data_parallel.Stage(stage, mesh["pp"], "cpu", tree=tree)
     note(part.backward_one_chunk, 0, full_backward=False)
-    part = tpi.data_parallel.Stage(stage, mesh_of(4, 1, 1, 1)["pp"], "cpu", tree=tree)
+    pp = mesh_of(4, 1, 1, 1)["pp"]
+    part = tpi.data_parallel.Stage(stage, pp, "cpu", tree=tree, stage_index=pp.get_local_rank(), num_stages=4)
     note(Schedule1F1B, part, 2)
     return said
 
