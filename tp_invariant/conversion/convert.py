@@ -19,6 +19,7 @@ row-parallel layers scatter. Positions, masks and logits have the full sequence.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -212,9 +213,11 @@ def parallelize(
             place_whole(model, group.mesh)
         if sequence_chunks > 1:
             cut_by_chunk(model, sequence)
+        if stages_per_rank == 1:
+            FirstForward(model, group)
     name_parameters(model.named_parameters())
     cut_into_stages(model, stages, stages_per_rank)
-    for stage in stages_of(model):
+    for stage in stages_of(model) if stages_per_rank > 1 else ():
         FirstForward(stage, group)
     return model
 
@@ -255,7 +258,7 @@ def _convert(model: nn.Module, survey: Survey, sequence: ChunkedSequence | None 
             if hooks.group.size > 1 and name in survey.whole_blocks:
                 with_key(block.register_forward_hook(hooks.leave_block, with_kwargs=True), "sequence")
         if hooks.group.size > 1:
-            hooks.owner = owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
+            owner = model.get_submodule(survey.stack.norm_name.rpartition(".")[0])
             with_key(owner.register_forward_pre_hook(hooks.start, with_kwargs=True), "sequence")
             with_key(owner.register_forward_hook(hooks.gather_hidden_states), "sequence")
             with_key(norm.register_forward_pre_hook(hooks.scatter_before_layers, with_kwargs=True), "sequence")
@@ -279,8 +282,7 @@ class _SequenceHooks:
     def __init__(self, group: Group, chunks: ChunkedSequence | None = None) -> None:
         self.over = self.group = group  # `group` has one rank in a forward without sequence parallelism
         self.chunks = chunks
-        self.owner: nn.Module | None = None  # of the layers, also of those of several stages
-        self.whole: list[Any] = []  # the layers that then run without it
+        self.whole: dict[int, list[Any]] = {}  # of each stage (id of the layers' owner) those that run without it
         self.inside = False
         self.tokens = 0  # of this rank's part of the sequence, in the latest forward
 
@@ -292,15 +294,15 @@ class _SequenceHooks:
             return
         tokens, ranks = x.shape[SEQUENCE_DIM], self.over.size
         shards = tokens % ranks == 0 or (tokens > ranks and torch.is_grad_enabled())
-        if shards is (self.group is self.over):
+        if self.group is self.over if shards else id(owner) in self.whole:
             return
         if not shards:
-            layers = (self.owner or owner).modules()
-            self.whole = [layer for layer in layers if getattr(layer, "sequence_parallel", False)]
+            self.whole[id(owner)] = [layer for layer in owner.modules() if getattr(layer, "sequence_parallel", False)]
         self.group = self.over if shards else Group(None, 0, 1)
-        for layer in self.whole:
+        for layer in itertools.chain(*self.whole.values()):
             layer.sequence_parallel = shards
-        self.whole = [] if shards else self.whole
+        if shards:
+            self.whole.clear()
 
     def _along(self, move: Callable[..., Tensor], x: Tensor) -> Tensor:
         pieces = 1 if self.chunks is None or self.group.size == 1 or self.chunks.held == 1 else self.chunks.pieces

@@ -214,7 +214,7 @@ def _of_all_stages(own: Mapping[int, Tensor], stages: Group, place: torch.device
         return mine
     lengths = gather_objects([(number, len(x)) for number, x in own.items()], stages)
     longest = max(sum(length for _, length in theirs) for theirs in lengths)
-    vectors = []
+    vectors = [(-1, mine[:0])]
     for theirs, vector in zip(lengths, gather_major(F.pad(mine, (0, longest - len(mine))), stages), strict=True):
         ends = itertools.accumulate(length for _, length in theirs)
         vectors += [(number, vector[end - length : end]) for (number, length), end in zip(theirs, ends, strict=True)]
