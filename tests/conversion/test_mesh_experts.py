@@ -59,7 +59,7 @@ class Case:
 
 
 def build(case: Case) -> Any:
-    name = "num_local_experts" if case.family == "mixtral" else "num_experts"
+    name = "num_experts" if case.family == "qwen3_moe" else "num_local_experts"
     model = hf_models.build(case.family, case.dtype, num_hidden_layers=2, **{name: EXPERTS})
     if case.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
@@ -152,7 +152,7 @@ CASES = [
     TWO.with_(1, 4, 2, 1, over="two replicas", dims=("dp", "cp")),
     TWO.with_(1, 2, 2, 1, over="dp", dims=("dp", "cp"), family="mixtral"),
     TWO.with_(1, 2, 2, 1, dtype=torch.bfloat16),
-    Case(chunks=4).with_(1, 2, 2, 1),
+    Case(chunks=4, family="gpt_oss").with_(1, 2, 2, 1),
     TWO.with_(2, 2, 1, 2, sp=True),
     TWO.with_(2, 2, 2, 1),
 ]

@@ -3,7 +3,8 @@
 One backward of such a layer computes, on the rank that owns an expert, products over the rows of several micro-batches.
 A dense parameter's gradients of these micro-batches are summed over ranks by data_parallel.MicroBatchTree, in the order
 of its tree. So an expert's must not be added here: they wait in the parameter's attribute `partial_gradients`, which
-MicroBatchTree sets and reads.
+MicroBatchTree sets and reads. A rank that holds several chunks of the sequence computes one for each of them
+besides, chunk by chunk (layers/sequence_chunks.py).
 
 Until then `.grad` is a placeholder, NaN of one element's memory. So zero_grad() drops what waits, as it drops a dense
 gradient (a warm-up, a step that is given up); and what reads `.grad` too early gets NaN, not a missing gradient.
