@@ -1,14 +1,15 @@
-"""Attention of a Qwen3-8B under context parallelism, with its projections, against the same layout in plain torch.
+"""A layer of a Qwen3-8B under context parallelism, against the same layout in plain torch.
 
     torchrun --nproc-per-node 4 benchmarks/bench_context.py --tokens 32768 131072 [--tp 2]
     torchrun --nproc-per-node 2 benchmarks/bench_context.py --device cpu --tokens 256      # to see that it runs
 
-32 query heads, 8 key heads of 128, hidden size 4096; bf16, one sequence, causal. cp is the number of ranks over --tp;
-each rank has a cp-th of the tokens. Plain torch: torch's linear layers (all-reduced over tp), one all-to-all of q, k
-and v, scaled_dot_product_attention by cuDNN or flash, one all-to-all of its output. Both sides are timed in turn in one
-run: after a barrier, the mean of a few calls, of the slowest rank; medians over the rounds. Forward alone is without
+32 query heads, 8 key heads of 128, hidden size 4096, 12288 inner features; bf16, one sequence, causal. cp is the number
+of ranks over --tp; each rank has a cp-th of the tokens. The layer is that of bench_layer.py, without sequence
+parallelism. Plain torch: torch's linear layers (all-reduced over tp), one all-to-all of q, k and v,
+scaled_dot_product_attention by cuDNN or flash, one all-to-all of its output. Both sides are timed in turn in one run:
+after a barrier, the mean of a few calls, of the slowest rank; medians over the rounds. Forward alone is without
 gradients; captured is the replay of a CUDA graph. `attention's backward` is that of the kernels on whole sequences of a
-rank's heads, without an exchange. Prints a table.
+rank's heads, without an exchange; `exchanges` are the four of a step alone. Prints a table.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import argparse
 import datetime
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from bench_layer_contenders import fast_attention
-from bench_layer_stock import StockColumn, StockRow
+from bench_layer_contenders import QWEN3_8B, SMALL, Part, fast_attention
 from gpu_timing import in_graph
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tp_invariant as tpi
 from tp_invariant.comm.collectives import Group, resolve_group
+from tp_invariant.functional import context_parallel
 
-HEADS, KEY_HEADS, HEAD_DIM, HIDDEN = 32, 8, 128, 4096
 Call = Callable[[], Any]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Exchange = Callable[[Tensor, Group], Tensor]
 
 
 class AllToAll(torch.autograd.Function):
@@ -51,42 +52,19 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.forward(ctx, grad, ctx.group), None
 
 
-class Attention(nn.Module):
-    """x [1, tokens of this rank, HIDDEN] -> the same shape, by this library or in plain torch."""
+def stock_attention(cp: Group) -> Attend:
+    """One all-to-all of q, k and v, torch's fastest attention, one all-to-all of its output; of one sequence."""
 
-    def __init__(self, ours: bool, cp: Group, tp: Group, device: torch.device) -> None:
-        super().__init__()
-        self.ours, self.cp, self.tp = ours, cp, tp
-        options: dict[str, Any] = dict(bias=False, tp_group=tp, device=device, dtype=torch.bfloat16)
-        sizes = HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM
-        self.qkv = nn.ModuleList(tpi.Linear(HIDDEN, n, parallel_mode="column", **options) for n in sizes)
-        self.o = tpi.Linear(sizes[0], HIDDEN, parallel_mode="row", **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._product(layer, x).unflatten(-1, (-1, HEAD_DIM)) for layer in self.qkv)
-        out = self._invariant(q, k, v) if self.ours else self._stock(q, k, v)
-        return self._product(self.o, out.flatten(2))
-
-    def _product(self, layer: Any, x: Tensor) -> Tensor:
-        if self.ours:
-            return layer(x)
-        if self.tp.size == 1:
-            return F.linear(x, layer.weight)
-        function: Any = StockColumn if layer.parallel_mode == "column" else StockRow
-        return function.apply(x, layer.weight, self.tp, False)
-
-    def _invariant(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return tpi.attention(q, k, v, causal=True, cp_group=self.cp).transpose(1, 2)
-
-    def _stock(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [1, s, heads, HEAD_DIM]; messages [cp, s, heads / cp, HEAD_DIM]"""
-        blocks = [x[0].unflatten(1, (self.cp.size, -1)).transpose(0, 1) for x in (q, k, v)]
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [1, heads, s, D], k, v; messages [cp, s, heads / cp, D]"""
+        blocks = [x[0].transpose(0, 1).unflatten(1, (cp.size, -1)).transpose(0, 1) for x in (q, k, v)]
         counts = [x.shape[2] for x in blocks]
-        received = AllToAll.apply(torch.cat(blocks, 2), self.cp).flatten(0, 1)
+        received = AllToAll.apply(torch.cat(blocks, 2), cp).flatten(0, 1)
         out = fast_attention(*(x.transpose(0, 1)[None] for x in received.split(counts, 1)))
-        sent = out[0].transpose(0, 1).unflatten(0, (self.cp.size, -1))
-        return AllToAll.apply(sent, self.cp).transpose(0, 1).flatten(1, 2)[None]
+        sent = out[0].transpose(0, 1).unflatten(0, (cp.size, -1))
+        return AllToAll.apply(sent, cp).transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
+
+    return attend
 
 
 def one_time(call: Call, inner: int, device: torch.device) -> float:
@@ -126,20 +104,32 @@ def backward_of(attend: Callable[..., Tensor], qkv: list[Tensor], dout: Tensor) 
     return lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)
 
 
-def compare(tokens: int, layers: dict[str, Attention], options: argparse.Namespace, device: torch.device) -> list[str]:
+def exchanges_of(exchange: Exchange, heads: Sequence[int], own: int, cp: Group, x: Tensor) -> Call:
+    """Those of a forward and a backward: [cp, 1, tokens, heads, D] each."""
+    sent = [x.new_empty(cp.size, 1, own, n, QWEN3_8B.head_dim).normal_() for n in heads]
+    return lambda: [exchange(one, cp) for one in sent]
+
+
+def compare(
+    tokens: int, layers: dict[str, Part], cp: Group, options: argparse.Namespace, device: torch.device
+) -> list[str]:
     """Rows of the table."""
-    cp = layers["ours"].cp
-    x, dy = (torch.randn(1, tokens // cp.size, HIDDEN, device=device, dtype=torch.bfloat16) for _ in range(2))
+    size, sizes = cp.size * options.tp, layers["ours"].sizes
+    own = tokens // cp.size
+    x, dy = (torch.randn(own, 1, sizes.hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
-    size = layers["ours"].tp.size * cp.size
-    shapes = [(1, n // size, tokens, HEAD_DIM) for n in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    heads = sizes.heads, sizes.kv, sizes.kv, sizes.heads
+    shapes = [(1, n // size, tokens, sizes.head_dim) for n in heads]
+    qkv_heads = (sizes.heads + 2 * sizes.kv) // size
     *qkv, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     qkv = [x.requires_grad_() for x in qkv]
     attentions = {"torch": fast_attention, "ours": lambda *x: tpi.attention(*x, causal=True)}
+    exchange: dict[str, Exchange] = {"torch": AllToAll.apply, "ours": context_parallel._exchange}
     of_kind: dict[str, Callable[[str], Call]] = {
         "forward": lambda name: forward_of(layers[name], x),
         "forward and backward": lambda name: training_of(layers[name], x, dy),
         "attention's backward": lambda name: backward_of(attentions[name], qkv, dout),
+        "exchanges": lambda name: exchanges_of(exchange[name], (qkv_heads, sizes.heads // size) * 2, own, cp, x),
     }
     rows = []
     for kind, make in of_kind.items():
@@ -165,8 +155,8 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if ranks % options.tp or KEY_HEADS % ranks:
-        parser.error(f"--tp {options.tp} with {ranks} ranks: it must divide them, and they the {KEY_HEADS} key heads")
+    if ranks % options.tp or QWEN3_8B.kv % ranks:
+        parser.error(f"--tp {options.tp} with {ranks} ranks: it must divide them, and they the {QWEN3_8B.kv} key heads")
     device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -174,9 +164,16 @@ def main() -> None:
     cp, tp = (resolve_group(mesh.get_group(name)) for name in ("cp", "tp"))
     torch.manual_seed(0)
     tpi.set_tp_invariant_mode(True)
-    layers = {"torch": Attention(False, cp, tp, device), "ours": Attention(True, cp, tp, device)}
+    sizes = QWEN3_8B if options.device == "cuda" else SMALL
+    weights = sizes.weights(dict(device=device, dtype=torch.bfloat16))
+    attentions = {"torch": stock_attention(cp), "ours": lambda *x: tpi.attention(*x, causal=True, cp_group=cp)}
+    contenders = {"torch": "stock", "ours": "tp_invariant"}
+    layers = {
+        name: Part("layer", contender, sizes, tp, False, weights, attentions[name])
+        for name, contender in contenders.items()
+    }
     torch.manual_seed(cp.rank)
-    rows = [row for tokens in options.tokens for row in compare(tokens, layers, options, device)]
+    rows = [row for tokens in options.tokens for row in compare(tokens, layers, cp, options, device)]
     if rank == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(
