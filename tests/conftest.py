@@ -199,9 +199,8 @@ def pytest_addoption(parser):
         "--fuzz-scripts", default=tempfile.gettempdir(), metavar="DIR", help="where failing ones are written"
     )
     parser.addoption(
-        "--all-layouts", action="store_true",
-        help="all layouts of tests/conversion/test_mixture_layouts.py, test_mesh.py and test_stages.py, and each model "
-        "type in tests/hugging_face/test_fused.py, not a few of them",
+        "--all-cases", action="store_true",
+        help="all cases of the longest tests, and not a few: layouts, trainers, degrees, kernels, model types",
     )  # fmt: skip
 
 
@@ -256,6 +255,10 @@ def pytest_collection_modifyitems(config, items):
     top of tests/, which are of the whole library, take longest and come first, and then those of tests/testing, which
     would be last.
     """
+    if not config.getoption("--all-cases"):
+        left_out = [item for item in items if item.get_closest_marker("more")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: [item.path.parent.name != name for name in ("tests", "testing")])
     known = {}
     for item in items:

@@ -194,8 +194,8 @@ KINDS = [("qwen3", (1, 4, 1)), ("qwen3_moe", (1, 2, 2)), ("gpt_oss", (1, 2, 2)),
 
 
 def pytest_generate_tests(metafunc):
-    """A few of the layouts; all of them with --all-layouts."""
-    whole = metafunc.config.getoption("--all-layouts")
+    """A few of the layouts; all of them with --all-cases."""
+    whole = metafunc.config.getoption("--all-cases")
     if metafunc.function is test_own_decoder:
         metafunc.parametrize("layout", LAYOUTS if whole else LAYOUTS[-3:], ids=str)
     elif metafunc.function is test_hugging_face:

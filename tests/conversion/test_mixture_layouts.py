@@ -1,6 +1,6 @@
 """Whole mixtures of experts trained over ranks: tensor, expert, data and sequence parallelism have one rank's bytes.
 
-By itself a few of the cases, for two steps. `pytest tests/conversion/test_mixture_layouts.py --all-layouts` runs each
+By itself a few of the cases, for two steps. `pytest tests/conversion/test_mixture_layouts.py --all-cases` runs each
 of seven families in each layout and with each kind of router for five steps, the control with the mode off, and the
 comparison with transformers' own training.
 """
@@ -16,7 +16,7 @@ from tp_invariant.testing import assert_bitwise_equal
 
 
 def pytest_generate_tests(metafunc):
-    whole = metafunc.config.getoption("--all-layouts")
+    whole = metafunc.config.getoption("--all-cases")
     if "layout" in metafunc.fixturenames:
         cases = TABLE if whole else SAMPLE
         if "router" not in metafunc.fixturenames:
@@ -50,7 +50,7 @@ def test_the_layouts_are_those_that_are_promised():
 
 def test_training_has_the_bytes_of_one_rank(family, layout, router, pytestconfig):
     """Logits, losses and norms of all steps, every gradient of the first and the last, and the parameters."""
-    steps = mixture_layouts.STEPS if pytestconfig.getoption("--all-layouts") else 2
+    steps = mixture_layouts.STEPS if pytestconfig.getoption("--all-cases") else 2
     want, _ = alone(family, layout, router, steps=steps)
     for rank, (got, _) in enumerate(run_ranks(mixture_layouts.train, layout.ranks, family, layout, router, steps)):
         assert {f"norm {step}" for step in range(steps)} | {"gradients 0", "parameters"} <= got.keys()

@@ -187,7 +187,7 @@ def test_tied_embeddings_that_are_frozen():
         testing.assert_bitwise_equal(found, {name: expected[name] for name in found})
 
 
-CASES = [  # kind, (pp, dp, cp, tp), schedule, sequence_parallel, dtype, chunks; the last ones without --all-layouts
+CASES = [  # kind, (pp, dp, cp, tp), schedule, sequence_parallel, dtype, chunks; the last ones without --all-cases
     ("qwen3 tied", (1, 1, 1, 4), "GPipe", True, torch.float32, 1),
     ("qwen3 tied", (1, 4, 1, 1), "1F1B", False, torch.float32, 1),
     ("qwen3 tied", (4, 1, 1, 1), "1F1B", False, torch.float32, 1),
@@ -232,7 +232,7 @@ def expected():
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cases = CASES if metafunc.config.getoption("--all-layouts") else CASES[-14:]
+        cases = CASES if metafunc.config.getoption("--all-cases") else CASES[-14:]
         metafunc.parametrize("case", cases, ids=[" ".join(map(str, case)) for case in cases])
 
 

@@ -190,7 +190,7 @@ def working_types() -> list[str]:
 
 
 def test_the_model_types_that_get_them(pytestconfig):
-    """The numbers of docs/model_types.md; with --all-layouts of every type that works, in under a minute."""
+    """The numbers of docs/model_types.md; with --all-cases of every type that works, in under a minute."""
     import sys
 
     names = working_types()
@@ -198,7 +198,7 @@ def test_the_model_types_that_get_them(pytestconfig):
     text = " ".join(model_types.DOCUMENT.read_text().split())
     counts = len(names), len(names) - len(WITHOUT_GATED), len(names) - len(WITHOUT_ROTATION)
     assert "Of the {} model types that work, {} have such blocks and {} such a function".format(*counts) in text
-    for name in names if pytestconfig.getoption("--all-layouts") else SAMPLE:
+    for name in names if pytestconfig.getoption("--all-cases") else SAMPLE:
         if name not in names:
             continue
         with model_types._quiet():

@@ -30,18 +30,20 @@ def kernel_names():
                 yield f"{Path(value.fn.__code__.co_filename).stem}.{name}"
 
 
-def compile_in_a_process(tmp_path, worker=TESTS / "helpers" / "compile_worker.py"):
+def compile_in_a_process(tmp_path, *options, worker=TESTS / "helpers" / "compile_worker.py"):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(tmp_path)}
     environment["TRITON_DISABLE_LINE_INFO"] = "1"  # an eighth of the compiler's time
-    return subprocess.run([sys.executable, str(worker)], env=environment, capture_output=True, text=True, timeout=500)
+    command = [sys.executable, str(worker), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(tmp_path_factory, pytestconfig):
     """The process that compiled all kernels, and the folder of what the compiler wrote."""
     folder = tmp_path_factory.mktemp("kernels")
-    return compile_in_a_process(folder), folder
+    options = ["--all-cases"] if pytestconfig.getoption("--all-cases") else []
+    return compile_in_a_process(folder, *options), folder
 
 
 def test_every_kernel(compiled):
@@ -155,7 +157,7 @@ def test_a_kernel_that_does_not_compile(tmp_path):
         source = source.replace(text, broken)
     worker = tmp_path / "worker.py"
     worker.write_text(source)
-    done = compile_in_a_process(tmp_path, worker)
+    done = compile_in_a_process(tmp_path, worker=worker)
     assert done.returncode != 0
     assert "UnsupportedLanguageConstruct" in done.stderr
 
