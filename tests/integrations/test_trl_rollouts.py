@@ -152,7 +152,7 @@ def compare(runs: list[Any], one: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
+def test_five_steps_have_the_bits_of_one_process(kind, tmp_path, pytestconfig):
     """At dp x tp = 2 x 2, by fully_shard, by transformers' engine, by a sampler of another degree; and the mode off."""
     (one,) = run_on(1, kind, tmp_path)
     steps = [log for log in one["logs"] if "loss" in log]
@@ -165,7 +165,8 @@ def test_five_steps_have_the_bits_of_one_process(kind, tmp_path):
         "engines": (2, dict(dp=2, **ENGINE)),
         "several samplers": (4, dict(shards="mesh", sampler_degree=1)),
     }
-    for name in ways if kind == "grpo" else ("both",):
+    every = [*ways] if pytestconfig.getoption("--all-cases") else ["both", "sampler", "engines"]
+    for name in every if kind == "grpo" else every[:1]:
         degree, options = ways[name]
         compare(run_on(degree, kind, tmp_path, **options), one)
     (stock,) = run_on(1, kind, tmp_path, replayed=one["texts"])
@@ -210,7 +211,9 @@ def test_random_rewards_that_are_logged_and_a_reference_model(tmp_path):
     compare(run_on(2, "grpo", tmp_path / "two", dp=2, **options), one)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float32), ("mistral", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [pytest.param("gemma2", torch.float32, marks=pytest.mark.more), ("mistral", torch.bfloat16)]
+)
 def test_other_families(family, dtype, tmp_path):
     """A cap on the logits and a window; bfloat16."""
     (one,) = run_on(1, "grpo", tmp_path, family=family, dtype=dtype, max_steps=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -149,12 +150,21 @@ class OnMesh(NamedTuple):
     groups: tuple[Group, ...]
 
 
+# by identity, which is cheap: a mesh compares and hashes its ranks. {id: (the mesh, if it still lives, its groups)}
+_meshes: dict[int, tuple[weakref.ref[DeviceMesh], OnMesh]] = {}
+
+
 def on_mesh(mesh: DeviceMesh) -> OnMesh:
+    known, found = _meshes.get(id(mesh), (None, None))
+    if found is not None and known is not None and known() is mesh:
+        return found
     dims = range(mesh.ndim) if mesh.get_coordinate() is not None else ()
     groups = tuple(resolve_group(mesh.get_group(dim)) for dim in dims)
     with without_dispatch_modes():  # a FakeTensorMode refuses the mesh's tensor of ranks
         ranks = frozenset(mesh.mesh.flatten().tolist())
-    return OnMesh(ranks, groups)
+    key, found = id(mesh), OnMesh(ranks, groups)
+    _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None)), found
+    return found
 
 
 set_group_type(Group, resolve_group)
