@@ -61,9 +61,12 @@ def sharded_inputs(
     Raises:
         ProbeError: the forward does not run, on all features or on a part of them.
     """
-    whole = _shapes(model, {}, {}, 1, names, experts, _LENGTHS[0])
-    part = _shapes(model, options, shards or {}, degree, names, experts, _LENGTHS[0])
-    longer = whole if part == whole else _shapes(model, {}, {}, 1, names, experts, _LENGTHS[1])
+    try:
+        twin = _light_copy(model)
+    except Exception as error:  # of a foreign class
+        raise ProbeError(f"{WITH_ALL_FEATURES}: no copy can be made: {type(error).__name__}: {error}") from error
+    whole, longer = (_shapes(twin, {}, {}, 1, names, experts, length) for length in _LENGTHS)
+    part = _shapes(twin, options, shards or {}, degree, names, experts, _LENGTHS[0])
     inputs: dict[str, ShardedInput | None] = {}
     for name, calls in whole.items():
         triples = zip(calls, part.get(name, []), longer.get(name, []), strict=False)
@@ -85,7 +88,7 @@ def _compare(whole: torch.Size, part: torch.Size, longer: torch.Size, degree: in
 
 
 def _shapes(
-    model: nn.Module,
+    twin: nn.Module,
     options: Mapping[str, Mapping[str, Any]],
     shards: Mapping[str, Mapping[str, int]],
     degree: int,
@@ -93,14 +96,14 @@ def _shapes(
     experts: Collection[str],
     length: int,
 ) -> dict[str, list[torch.Size]]:
-    """{name: the shape of its first tensor argument at each call}."""
+    """{name: the shape of its first tensor argument at each call}. With `shards` the copy stays one of a rank."""
     shapes: dict[str, list[torch.Size]] = {}
 
     def record(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         shapes.setdefault(name, []).append(next(x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
 
+    hooks = []
     try:
-        twin = _light_copy(model)
         for name, module in twin.named_modules():
             if isinstance(module, nn.Linear):
                 zeros = functools.partial(_zeros_of_linear, name, module, options.get(name, {}), degree)
@@ -112,13 +115,16 @@ def _shapes(
             if name in experts:
                 module.__dict__["forward"] = lambda hidden_states, *args, **others: torch.zeros_like(hidden_states)
             if name in names:
-                module.register_forward_pre_hook(functools.partial(record, name), with_kwargs=True)
+                hooks.append(module.register_forward_pre_hook(functools.partial(record, name), with_kwargs=True))
         ids = torch.zeros(_BATCH, length, dtype=torch.long, device="cpu")
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             twin(input_ids=ids, use_cache=False)
     except Exception as error:  # a foreign forward may raise anything
         begin = WITH_ALL_FEATURES if degree == 1 else f"its forward as one of {degree} ranks raises"
         raise ProbeError(f"{begin} {type(error).__name__}: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     return shapes
 
 

@@ -5,11 +5,14 @@ And whether a module has a forward of its own, or one that is known.
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Hashable
+from types import MethodType, NoneType
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from .torch_private import forward_hooks_of, forward_pre_hooks_of
 
 
 def with_key(handle: RemovableHandle, name: str) -> RemovableHandle:
@@ -39,6 +42,22 @@ def has_own_forward(module: nn.Module) -> bool:
     """
     own = vars(module).get("forward")
     return own is not None and own != MethodType(type(module).forward, module)
+
+
+def settings_of(module: nn.Module) -> Hashable:
+    """What decides a call's result besides the values of its tensors: the class and the plain attributes.
+
+    None if there may be more: hooks, modules inside, a forward of its own, or attributes of other kinds.
+    """
+    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    plain = all(type(value) in (bool, int, float, str, NoneType) for value in own.values())
+    if module._modules or forward_hooks_of(module) or forward_pre_hooks_of(module) or not plain:
+        return None
+    tensors = ((name, tuple(t.shape)) for name, t in (*module.named_parameters(), *module.named_buffers()))
+    return type(module), tuple((name, type(value), value) for name, value in own.items()), *tensors
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 def has_known_forward(activation: Any) -> bool:

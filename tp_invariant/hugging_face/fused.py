@@ -26,7 +26,7 @@ from ..core.bits import digest
 from ..core.derived_class import derived_class
 from ..core.elementwise import inside_a_layer
 from ..core.mode import is_tp_invariant_mode_enabled, set_tp_invariant_mode
-from ..core.module_hooks import has_known_forward
+from ..core.module_hooks import has_known_forward, settings_of
 from ..core.torch_private import forward_hooks_of, forward_pre_hooks_of
 from ..functional.gated import Activation, gated_activation
 from ..functional.rotary_embedding import rotary_embedding
@@ -199,10 +199,20 @@ def gated_block_of(module: nn.Module) -> GatedBlock | None:
         return None
     if "forward" in module.__dict__ or isinstance(module, (ShardedModule, _Gated)):
         return None
-    blocks = (
-        GatedBlock(gate, up, act, up_first, computes, activation) for computes in _TRIED for up_first in (False, True)
-    )
-    return next((block for block in blocks if _computes(type(module), block)), None)
+    settings = settings_of(activation)
+    key = (type(module), gate, up, act, settings)
+    if settings is None or key not in _found:
+        blocks = (
+            GatedBlock(gate, up, act, up_first, computes, activation)
+            for computes in _TRIED
+            for up_first in (False, True)
+        )
+        _found[key] = next((block for block in blocks if _computes(type(module), block)), None)
+    found = _found[key]
+    return None if found is None else found._replace(activation=activation)
+
+
+_found: dict[tuple, GatedBlock | None] = {}  # of each class of blocks and activations; to try one takes the host 50 ms
 
 
 _TRIED: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu")  # gelu by erf has other last bits on GPUs

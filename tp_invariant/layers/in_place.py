@@ -156,9 +156,11 @@ def held_outside(model: nn.Module, layers: Mapping[str, ShardedModule], group: G
                             "which would no longer be tied to it: give parallelize the model that holds both"
                         )
 
-    if any(lines()):
+    found = set(lines())
+    if found:
         gc.collect()  # what is found may be unreachable
-    return sorted(set(lines()))
+        found = set(lines())
+    return sorted(found)
 
 
 def is_in_graph(parameter: Tensor) -> bool:

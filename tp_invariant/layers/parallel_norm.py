@@ -21,6 +21,7 @@ from ..core.dtensors import as_local, refuse_dtensor
 from ..core.elementwise import inside_a_layer
 from ..core.layout import TokenSharding, check_divides
 from ..core.mode import is_tp_invariant_mode_enabled, mode_if_cacheable
+from ..core.module_hooks import settings_of
 from ..core.options import Normalization
 from ..functional.norm import NORMALIZATIONS, NormCall, invariant_add_norm, invariant_norm, stock_norm
 from ..gemm.gemm_fn import check_norm_dtype
@@ -279,6 +280,16 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     so large that a clamp does. They have two dims before the last one, because a norm over all dims but the first, or
     over dim 1, is one over the last dim where there are two. A norm that counts its calls is not recognised.
     """
+    settings = settings_of(norm)
+    if settings is None or settings not in _recognised:
+        _recognised[settings] = _try_norm(norm)
+    return None if (found := _recognised[settings]) is None else {**found}
+
+
+_recognised: dict[Any, dict[str, Any] | None] = {}  # by what decides it: the norms of a model are mostly alike
+
+
+def _try_norm(norm: nn.Module) -> dict[str, Any] | None:
     shapes = {name: tuple(p.shape) for name, p in norm.named_parameters()}
     if "weight" not in shapes or len(shapes["weight"]) != 1:
         return None
