@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import more
 from compiled_steps import (
     checkpointed,
     clipped,
@@ -51,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("degree", (1, 2))
+@pytest.mark.parametrize("degree", (more(1), 2))
 def test_layers(degree):
     assert_cases_invariant(CASES, degree)
 
@@ -399,6 +400,7 @@ def test_clipping_in_compiled_code_runs_as_in_eager_mode():
             assert float(eager[0]) > 0.5
 
 
+@pytest.mark.more
 def test_compiled_autograd():
     """Its compiler gets no formula of a gradient, nor what moves bytes: of eager and of compiled forwards."""
     for degree in (1, 2):

@@ -150,6 +150,7 @@ def check_right(got: list[Any], exact: list[Any], bound: float) -> None:
 
 
 @needs_compiler
+@pytest.mark.more
 def test_a_model():
     """One compilation for both lengths."""
     exact = train(None, True, None, (OFF, OFF), torch.float64)

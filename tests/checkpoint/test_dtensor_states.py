@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import more
 from error_texts import refused
 from meshes import init_device_mesh, mesh_or_group
 from ranks import run_ranks
@@ -359,7 +360,7 @@ def alone(tp_group, folder):
     return results
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("sizes", [(2, 4), more((4, 2))])
 def test_fully_shard(tmp_path, sizes):
     expected = run_ranks(alone, 1, None)[0]
     for result in run_ranks(fully_sharded, 8, sizes, str(tmp_path / "dcp")):

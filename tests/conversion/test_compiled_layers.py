@@ -65,6 +65,7 @@ def test_equal_layers_share_a_graph():
     check(graphs(None, "gemma2", "group", False), "gemma2")
 
 
+@pytest.mark.more
 def test_equal_layers_share_a_graph_over_a_mesh():
     for found in run_ranks(graphs, 2, "qwen3", "mesh", False):
         check(found, "qwen3")
@@ -75,6 +76,7 @@ def test_other_lengths_need_no_other_graph():
         check(found, "llama", 1)  # transformers' own layers have a second graph, too, in the first step
 
 
+@pytest.mark.more
 def test_torchs_own_keys_would_not_do(monkeypatch):
     """The control: with the numbers that torch gives hooks, each layer has a graph of its own."""
     for module in (

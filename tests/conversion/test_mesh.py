@@ -8,6 +8,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import more
 from error_texts import refused
 from meshes import init_device_mesh
 from ranks import run_ranks
@@ -213,7 +214,7 @@ def test_hugging_face(kind, layout):
     same(layout, alone(kind=kind), kind=kind, sp=layout[2] > 1)
 
 
-@pytest.mark.parametrize("dims", [("dp", "cp"), ("cp",), ("tp",), ("cp", "tp")], ids=str)
+@pytest.mark.parametrize("dims", [("dp", "cp"), more(("cp",)), more(("tp",)), ("cp", "tp")], ids=str)
 def test_dims_that_are_missing(dims):
     """Without "tp" parameters are plain tensors."""
     same((2,) * len(dims), alone(kind="qwen3"), kind="qwen3", dims=dims)
@@ -237,7 +238,7 @@ def test_bfloat16():
         same(layout, alone(**options), **options)
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("recompute", [more("reentrant"), "not reentrant"])
 def test_activation_checkpointing(recompute):
     """The positions are given, too."""
     same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", sp=True, recompute=recompute, positions=True)

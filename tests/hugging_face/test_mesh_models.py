@@ -15,6 +15,7 @@ import hf_models
 import pytest
 import torch
 import torch.distributed as dist
+from cases import more
 from meshes import init_device_mesh
 from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -125,7 +126,7 @@ def saved(tp_group, family, kind, folder):
     return read, tpi.full_state_dict(twin)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt_oss"])
+@pytest.mark.parametrize("family", [more("qwen3"), more("phi3"), "gpt_oss"])
 def test_save_pretrained_writes_whole_weights(tmp_path, family):
     """The files that transformers writes itself of the same weights, and the same model when it is loaded."""
     import transformers

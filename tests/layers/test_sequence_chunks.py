@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from cases import more
 from error_texts import refused
 from meshes import init_device_mesh
 from models import tree_sum
@@ -149,7 +150,7 @@ def test_same_bits_at_every_layout(sizes):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(plain=True), dict(sequence_dim=0), dict(recompute=False), dict(recompute=True), dict(bias=False)],
+    [dict(plain=True), more(dict(sequence_dim=0)), more(dict(recompute=False)), dict(recompute=True), dict(bias=False)],
     ids=str,
 )
 def test_ways_to_compute(options):

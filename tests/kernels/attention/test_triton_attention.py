@@ -23,6 +23,7 @@ from attention_cases import (
     plainly,
     tensors,
 )  # fmt: skip
+from cases import more
 
 import tp_invariant as tpi
 from tp_invariant.functional import attention_kernels
@@ -236,7 +237,7 @@ def test_pages_have_the_bits_of_one_tensor(kind, dim):
         assert_same_bytes(*paged_and_whole(q, k, v, steps, 16, SMALL[kind]), f"{steps}")
 
 
-@pytest.mark.parametrize("kind", ["window", "softcap"])
+@pytest.mark.parametrize("kind", [more("window"), "softcap"])
 def test_heads_and_packed_sequences_are_separate_calls(kind):
     q, k, v, grad = case = data(30, 50)
     of_q, of_k = [0, 9, 10, 30], [0, 12, 15, 50]

@@ -1,0 +1,10 @@
+"""Cases of long tests that run with --all-cases alone."""
+
+from typing import Any
+
+import pytest
+
+
+def more(*values: Any) -> Any:
+    """Among the values of pytest.mark.parametrize: a further case."""
+    return pytest.param(*values, marks=pytest.mark.more)
