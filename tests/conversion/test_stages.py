@@ -443,11 +443,15 @@ def refused(world):
     pp = mesh_of(4, 1, 1, 1)["pp"]
     part = tpi.data_parallel.Stage(stage, pp, "cpu", tree=tree, stage_index=pp.get_local_rank(), num_stages=4)
     note(Schedule1F1B, part, 2)
+    stage = stage_of(mesh, "qwen3", sequence_chunks=2)
+    tree = tpi.data_parallel.MicroBatchTree(stage.parameters(), mesh["dp"], MICRO_BATCHES)
+    part = tpi.data_parallel.Stage(stage, mesh["pp"], "cpu", tree=tree)
+    note(part.backward_one_chunk, 0, full_backward=False)
     return said
 
 
 def test_stages_that_are_used_otherwise():
-    for saving, untied, *called, later, few in run_ranks(refused, RANKS):
+    for saving, untied, *called, later, few, by_chunk in run_ranks(refused, RANKS):
         assert "is a stage of a pipeline" in saving and "full_state_dict(model, pp_group=..)" in saving
         assert "an embedding that another stage shares: give it a tree" in untied
         if called:
@@ -458,6 +462,7 @@ def test_stages_that_are_used_otherwise():
             assert "returns a tuple" in output
         assert "an embedding that another stage shares" in later and "choose GPipe or 1F1B" in later
         assert "2" in few and "4" in few
+        assert "has 2 chunks of each sequence on this rank" in by_chunk
 
 
 def refused_interleaved(world):

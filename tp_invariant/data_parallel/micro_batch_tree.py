@@ -241,6 +241,11 @@ class MicroBatchTree:
         return nodes_of((chunk * self.micro_batches + m for chunk in chunks for m in share), self._leaves)
 
     @property
+    def chunks_held(self) -> int:
+        """How many chunks of each sequence this rank has."""
+        return self._chunks.held
+
+    @property
     def _leaves(self) -> int:
         return self._chunks.of * self.micro_batches
 

@@ -52,7 +52,7 @@ class Stage(TellsInference, PipelineStage):
             number of counts that is not that of the schedule's micro-batches.
         RuntimeError: in a backward, a schedule whose backwards are not in the order of the micro-batches.
         NotImplementedError: in a backward, a schedule that computes weight gradients later (zero bubble), with tied
-            embeddings on two stages, which would wait for each other.
+            embeddings on two stages, which would wait for each other, or several chunks of the sequence on a rank.
     """
 
     def __init__(
@@ -101,6 +101,12 @@ class Stage(TellsInference, PipelineStage):
                 f"stage {self.stage_index} of {self.num_stages} has an embedding that another stage shares, and the "
                 "schedule computes weight gradients later, so that the two stages could wait for each other: choose "
                 "GPipe or 1F1B, interleaved or not, or untie the embeddings"
+            )
+        if not full_backward and self.tree is not None and (held := self.tree.chunks_held) > 1:
+            raise NotImplementedError(
+                f"stage {self.stage_index} of {self.num_stages} has {held} chunks of each sequence on this rank, and "
+                "the schedule computes weight gradients later, for the parameters and not for their chunks: choose "
+                "GPipe or 1F1B, interleaved or not, or let sequence_chunks be the size of cp"
             )
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
