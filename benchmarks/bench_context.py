@@ -67,6 +67,22 @@ def stock_attention(cp: Group) -> Attend:
     return attend
 
 
+class Attention(Part):
+    """The projections and attention alone, without norms."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for name in self.local.keys() - {"qkv", "o"}:
+            for kept in (self.local, getattr(self, "layers", {name: None})):
+                del kept[name]
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._linear("o", self._attend(self._linear("qkv", x)))
+
+
 def one_time(call: Call, inner: int, device: torch.device) -> float:
     """Milliseconds, of the slowest rank."""
     dist.barrier()
@@ -148,6 +164,7 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--part", choices=("layer", "attention"), default="layer", help="attention: with projections")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inner", type=int, default=2, help="calls in a row for one time")
@@ -167,9 +184,10 @@ def main() -> None:
     sizes = QWEN3_8B if options.device == "cuda" else SMALL
     weights = sizes.weights(dict(device=device, dtype=torch.bfloat16))
     attentions = {"torch": stock_attention(cp), "ours": lambda *x: tpi.attention(*x, causal=True, cp_group=cp)}
+    kind = Attention if options.part == "attention" else Part
     contenders = {"torch": "stock", "ours": "tp_invariant"}
     layers = {
-        name: Part("layer", contender, sizes, tp, False, weights, attentions[name])
+        name: kind("layer", contender, sizes, tp, False, weights, attentions[name])
         for name, contender in contenders.items()
     }
     torch.manual_seed(cp.rank)
