@@ -175,6 +175,7 @@ def pair_grads(tp_group: Any, backend: str | None, device: str = "cpu", dtype: t
     return results, {name: None if g is None else g.cpu() for name, g in testing.full_grads(pair).items()}
 
 
+@pytest.mark.more
 def test_inductor_with_independent_layers():
     expected = pair_grads(None, None)
     for degree in (1, 2):

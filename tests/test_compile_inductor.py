@@ -194,6 +194,7 @@ def small(tp_group: Any, compiled: bool, modes: tuple[bool, ...], dtype: torch.d
 
 
 @needs_compiler
+@pytest.mark.more
 def test_rounding_where_several_ranks_would_gather():
     """On one rank too x is rounded there, and so is its gradient, and who writes to the result leaves x alone. Without
     the gather inductor rounds once, at the end."""

@@ -117,6 +117,7 @@ def fully_sharded(world_group, tp, dp, arguments):
     return train_fully_sharded(mesh, options, torch.device("cpu"))
 
 
+@pytest.mark.more
 def test_data_parallel_ranks_by_fully_shard():
     """One digest at 1 x 4, 2 x 2 and 4 x 1; without the mode several."""
     arguments = ["--steps", "2", "--micro-batches", "4"]

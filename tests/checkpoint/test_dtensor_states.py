@@ -140,6 +140,7 @@ def fully_sharded_states(tp_group, sizes, folder, older, expected):
         assert "embed.weight in the model's state dict" in text and "needs a DeviceMesh as tp_group" in text
 
 
+@pytest.mark.more
 def test_checkpoints_and_full_states_after_fully_shard(tmp_path):
     """Any dp x tp writes and reads, and models that are not fully sharded."""
     run_ranks(lambda tp_group: None, 3)  # a process group of three of the ranks, which none of them may take

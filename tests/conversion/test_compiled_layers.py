@@ -71,6 +71,7 @@ def test_equal_layers_share_a_graph_over_a_mesh():
         check(found, "qwen3")
 
 
+@pytest.mark.more
 def test_other_lengths_need_no_other_graph():
     for found in run_ranks(graphs, 2, "llama", "group", True, True):
         check(found, "llama", 1)  # transformers' own layers have a second graph, too, in the first step

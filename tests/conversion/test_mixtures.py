@@ -10,6 +10,7 @@ from typing import Any
 import hf_models
 import pytest
 import torch
+from cases import more
 from meshes import mesh_or_group
 from ranks import run_ranks
 
@@ -66,7 +67,7 @@ def test_training_has_the_same_bits_at_every_degree(family, degree, options):
     assert len(sinks) == (2 if family == "gpt_oss" else 0) and all(grad.all() for grad in sinks)
 
 
-@pytest.mark.parametrize("family", ("mixtral", "gpt_oss", "deepseek_v2"))
+@pytest.mark.parametrize("family", (more("mixtral"), "gpt_oss", more("deepseek_v2")))
 def test_with_the_mode_off_the_bits_depend_on_the_degree(family):
     one, on = trained(family, mode=False), trained(family)
     for options in ({}, dict(sequence_parallel=True), dict(by_expert=True)):

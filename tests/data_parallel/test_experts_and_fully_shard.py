@@ -10,6 +10,7 @@ from typing import Any
 import hf_models
 import pytest
 import torch
+from cases import more
 from error_texts import error_text
 from meshes import init_device_mesh
 from models import ExpertNet
@@ -163,8 +164,8 @@ def at(dp: int, tp: int, *cases: Case) -> list[Case]:
 @pytest.mark.parametrize(
     "cases",
     [
-        at(2, 1, LAYERS, BY_EXPERT, QWEN.with_(checkpointed=True)),
-        at(1, 2, ALONE, GPT_OSS),
+        more(at(2, 1, LAYERS, BY_EXPERT, QWEN.with_(checkpointed=True))),
+        more(at(1, 2, ALONE, GPT_OSS)),
         at(2, 2, LAYERS, BY_EXPERT, ALONE, GPT_OSS, MIXTRAL),
     ],
     ids=["2x1", "1x2", "2x2"],
@@ -351,6 +352,7 @@ def loaded(case: Case, folder: str, full: Any) -> list[Any]:
     return results
 
 
+@pytest.mark.more
 def test_checkpoints_and_full_states(tmp_path):
     short = LAYERS.with_(steps=1)
     cases = at(2, 2, short, short.with_(by_expert=True), short.with_(over_data=2))

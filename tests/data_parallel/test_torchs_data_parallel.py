@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 import torch.distributed as dist
 from meshes import init_device_mesh, replica_groups
@@ -114,6 +115,7 @@ def fully_sharded(world_group, tp, names, mode=True):
     return results
 
 
+@pytest.mark.more
 def test_options_of_fully_shard():
     compare(fully_sharded, 2, tuple(FULLY_SHARDED))
 

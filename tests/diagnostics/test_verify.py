@@ -75,6 +75,7 @@ def bare_environment(tmp_path):
     return kept | {"PYTHONPATH": str(tmp_path)}
 
 
+@pytest.mark.more
 def test_every_check_holds_without_optional_packages(bare_environment, tmp_path):
     code = "import sys; from tp_invariant.diagnostics.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "verify", "--quick", "--device", "cpu", "--degrees", "2", "--seed", "3"]

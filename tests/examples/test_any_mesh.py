@@ -1,12 +1,13 @@
 """The example of layouts: one digest in all of them, and others with the mode off."""
 
 import pytest
+from cases import more
 
 pytest.importorskip("transformers", reason="the extra tp-invariant[hf] is not installed")
 from tp_invariant.examples import any_mesh
 
 
-@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize("model", [more("dense"), "moe"])
 def test_one_digest_in_layouts(model, capsys, monkeypatch):
     """Stopped in one layout and gone on in another, too; with the mode off they differ, by little."""
     monkeypatch.setattr(any_mesh, "FEW", any_mesh.FEW[1:4:2])

@@ -40,6 +40,7 @@ COPIES = {
 }
 
 
+@pytest.mark.more
 def test_its_pytest_as_copies(tmp_path, pytestconfig):
     """Each under a name of its own, in one run."""
     copies = dict([*COPIES.items()][: None if pytestconfig.getoption("--all-cases") else 2])

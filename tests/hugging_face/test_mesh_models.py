@@ -356,6 +356,7 @@ def trained_in_bfloat16(world_group, tp, mode):
     return results, full
 
 
+@pytest.mark.more
 def test_fully_shard_with_mixed_precision_and_accumulation():
     """The bits at TP=1 and 2 beside two data parallel ranks; without the mode others."""
     expected = run_ranks(trained_in_bfloat16, 4, 1, True)[0]

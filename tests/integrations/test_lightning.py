@@ -93,6 +93,7 @@ def watched(tp_group: Any, folder: Any, case: Case) -> dict[str, Any]:
     return {**run, "rates": rates, "files": files}
 
 
+@pytest.mark.more
 def test_monitors_see_the_metrics_of_one_process(tmp_path):
     options: dict[str, Any] = dict(rows=8, batch=2)
     (one,) = run_ranks(watched, 1, tmp_path / "1", Case(shards="group", **options))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import more
 from trainer_runs import SAVED, TOOLS, run_case, same
 
 from tp_invariant import testing
@@ -113,7 +114,7 @@ def test_variants(tool, variant, tmp_path):
         assert testing.digest(plain[0]["parameters"]) != testing.digest(one["parameters"]), "it has an effect"
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", ["trainer", more("accelerate"), more("lightning")])
 def test_a_run_goes_on_at_another_degree(tool, tmp_path):
     """From inside of the second epoch, at 1, 2 x 2 and with fully_shard, to these and TP=2."""
     options: dict[str, Any] = {"rows": 12, "batch": 1}

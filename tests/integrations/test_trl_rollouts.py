@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import state as accelerate_state
+from cases import more
 from meshes import init_device_mesh, mesh_or_group, shard_fully
 from ranks import run_ranks
 
@@ -151,7 +152,7 @@ def compare(runs: list[Any], one: dict[str, Any]) -> None:
     assert [got["calls"] > 0 for got in runs] == [True] + [False] * (len(runs) - 1)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", more("rloo")])
 def test_five_steps_have_the_bits_of_one_process(kind, tmp_path, pytestconfig):
     """At dp x tp = 2 x 2, by fully_shard, by transformers' engine, by a sampler of another degree; and the mode off."""
     (one,) = run_on(1, kind, tmp_path)
@@ -198,6 +199,7 @@ def test_more_options_and_a_run_that_goes_on(tmp_path):
     assert testing.digest(without["parameters"]) != testing.digest(one["parameters"])
 
 
+@pytest.mark.more
 def test_random_rewards_that_are_logged_and_a_reference_model(tmp_path):
     """What rank 0's rewards draw moves no other rank's micro-batches; the reference is not compared with the sampler's.
     The best checkpoint is chosen by what the rewards log, on every rank."""
