@@ -117,6 +117,7 @@ def test_variants(tool, variant, tmp_path):
 @pytest.mark.parametrize("tool", ["trainer", more("accelerate"), more("lightning")])
 def test_a_run_goes_on_at_another_degree(tool, tmp_path):
     """From inside of the second epoch, at 1, 2 x 2 and with fully_shard, to these and TP=2."""
+    pytest.importorskip("transformers", minversion="5.17", reason="the Trainer refuses older versions")
     options: dict[str, Any] = {"rows": 12, "batch": 1}
     kinds = {"one": (1, 1, "group"), "four": (4, 2, "group"), "fully": (2, 2, "fully"), "two": (2, 1, "mesh")}
     whole = {
