@@ -235,7 +235,8 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
 def main(argv: Sequence[str] | None = None) -> None:
     check_megatron()
     options, line = arguments(argv)
-    for name, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=29531).items():
+    # by itself one rank; port 0: one that is free
+    for name, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=0).items():
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron wants with sequence parallelism
 
