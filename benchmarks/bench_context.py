@@ -5,11 +5,12 @@
 
 32 query heads, 8 key heads of 128, hidden size 4096, 12288 inner features; bf16, one sequence, causal. cp is the number
 of ranks over --tp; each rank has a cp-th of the tokens. The layer is that of bench_layer.py, without sequence
-parallelism. Plain torch: torch's linear layers (all-reduced over tp), one all-to-all of q, k and v,
-scaled_dot_product_attention by cuDNN or flash, one all-to-all of its output. Both sides are timed in turn in one run:
-after a barrier, the mean of a few calls, of the slowest rank; medians over the rounds. Forward alone is without
-gradients; captured is the replay of a CUDA graph. `attention's backward` is that of the kernels on whole sequences of a
-rank's heads, without an exchange; `exchanges` are the four of a step alone. Prints a table.
+parallelism; on this library's side with its gated activation, as parallelize has it in a model. Plain torch: torch's
+linear layers (all-reduced over tp), one all-to-all of q, k and v, scaled_dot_product_attention by cuDNN or flash, one
+all-to-all of its output. Both sides are timed in turn in one run: after a barrier, the mean of a few calls, of the
+slowest rank; medians over the rounds. Forward alone is without gradients; captured is the replay of a CUDA graph.
+`attention's backward` is that of the kernels on whole sequences of a rank's heads, without an exchange; `exchanges` are
+the four of a step alone. Prints a table.
 """
 
 from __future__ import annotations
@@ -65,6 +66,15 @@ def stock_attention(cp: Group) -> Attend:
         return AllToAll.apply(sent, cp).transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
 
     return attend
+
+
+class Layer(Part):
+    """With this library's gated activation where the layers are its own."""
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if self.contender == "stock":
+            return super()._mlp(x)
+        return self._linear("fc2", tpi.gated_activation(self._linear("fc1", x)))
 
 
 class Attention(Part):
@@ -184,7 +194,7 @@ def main() -> None:
     sizes = QWEN3_8B if options.device == "cuda" else SMALL
     weights = sizes.weights(dict(device=device, dtype=torch.bfloat16))
     attentions = {"torch": stock_attention(cp), "ours": lambda *x: tpi.attention(*x, causal=True, cp_group=cp)}
-    kind = Attention if options.part == "attention" else Part
+    kind = Attention if options.part == "attention" else Layer
     contenders = {"torch": "stock", "ours": "tp_invariant"}
     layers = {
         name: kind("layer", contender, sizes, tp, False, weights, attentions[name])
