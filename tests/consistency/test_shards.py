@@ -8,15 +8,18 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from meshes import mesh_or_group
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_invariant as tpi
 from tp_invariant import testing
+from tp_invariant.consistency import shards
 from tp_invariant.functional.regions import gather_sequence
 
 
@@ -358,3 +361,34 @@ def later_call(tp_group):
 def test_each_call_is_compared_on_request():
     for text in run_ranks(later_call, 2):
         assert text.startswith("x of Linear(16, 8, 'row') is the same on rank 0, 1 of tp_group")
+
+
+# --- stages of a pipeline -------------------------------------------------------------------------------------------
+
+
+class Noting(nn.Linear):
+    learns: list[bool]
+
+    def forward(self, x):
+        self.learns.append(shards._stage_learns_shapes())
+        return super().forward(x)
+
+
+def stages_that_learn_shapes(group):
+    """Whether each call of a stage's module, in two steps, is for shapes alone."""
+    layer = Noting(4, 4)
+    layer.learns = []
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    stage = PipelineStage(layer, rank, ranks, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: y.sum())
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == ranks - 1 else {}))
+    layer.learns.append(shards._stage_learns_shapes())
+    return layer.learns
+
+
+def test_a_stage_that_learns_shapes_is_known():
+    """Its inputs are not compared: torch.empty can give the ranks the same numbers."""
+    for first, *others in run_ranks(stages_that_learn_shapes, 2):
+        assert first is True and others == [False] * 5
