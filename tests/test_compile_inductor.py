@@ -222,6 +222,7 @@ def test_rounding_where_several_ranks_would_gather():
 
 
 @needs_compiler
+@pytest.mark.more
 def test_small_models_with_the_mode_off():
     """The control: TP=2 has other bits than TP=1, and both are right. With the mode on: `test_a_model`."""
     (exact,) = small(None, False, (OFF,), torch.float64)

@@ -221,6 +221,7 @@ def differences(whole: Strides, part: Strides) -> list[str]:
     return out
 
 
+@pytest.mark.more
 def test_strides_are_the_same_at_every_degree():
     (whole,) = run_ranks(observed, 1)
     for degree in DEGREES:

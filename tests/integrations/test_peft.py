@@ -509,6 +509,7 @@ def data_parallel(world_group, dp, kind="group", mode=True):
         return norms, grads, {n: p for n, p in testing.full_parameters(model).items() if n in names}
 
 
+@pytest.mark.more
 def test_data_parallel_ranks():
     """2 x 2 and 4 x 1 have the bits of one process."""
     (one,) = run_ranks(data_parallel, 1, 1)

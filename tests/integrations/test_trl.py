@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import state as accelerate_state
+from cases import more
 from meshes import init_device_mesh, mesh_or_group, shard_fully
 from ranks import run_ranks
 
@@ -121,7 +122,7 @@ def run_on(degree: int, kind: str, folder: Any, **options: Any) -> list[Any]:
     return run_ranks(with_options, degree, kind, folder, options)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", more("dpo")])
 def test_six_steps_have_the_bits_of_one_process(kind, tmp_path):
     """At TP=2, with two data parallel ranks, and by fully_shard; a run that goes on; TRL's own values; the mode off.
 
