@@ -255,7 +255,8 @@ def pytest_collection_modifyitems(config, items):
     top of tests/, which are of the whole library, take longest and come first, and then those of tests/testing, which
     would be last.
     """
-    if not config.getoption("--all-cases"):
+    named = any("::" in argument for argument in config.args)
+    if not config.getoption("--all-cases") and not named:
         left_out = [item for item in items if item.get_closest_marker("more")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)

@@ -1,4 +1,4 @@
-"""Cases of long tests that run with --all-cases alone."""
+"""Cases of long tests that run with --all-cases alone, or where a test is named after ::."""
 
 from typing import Any
 
