@@ -1,4 +1,4 @@
-"""Trains one small model in many layouts of 8 ranks, and compares every bit.
+"""Trains one small model in many layouts of the same ranks, and compares every bit.
 
     python examples/any_mesh.py                          # a few layouts, two to three minutes on two cores
     python examples/any_mesh.py --all --model moe        # all 20 factorisations of 8 into pp, dp, cp, tp
@@ -198,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--off", action="store_true", help="the control: with the mode off")
     parser.add_argument("--picture", help="draw the losses to this file, with the mode on and off")
     options = parser.parse_args(argv)
+    if options.steps < 2 or options.ranks < 1:
+        parser.error("at least two steps, one before the stop and one after it, and one rank")
     if options.ranks != 8 and not options.all:
         parser.error("the chosen few layouts are of 8 ranks: --ranks needs --all")
     # layers, and chunks of a sequence: as many as ranks share them at most; 1F1B needs a micro-batch for each stage

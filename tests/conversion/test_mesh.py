@@ -1,5 +1,6 @@
 """parallelize(mesh=..): one digest at every layout of dp, cp and tp, with and without sequence parallelism."""
 
+import copy
 import functools
 import itertools
 import math
@@ -218,6 +219,15 @@ def test_hugging_face(kind, layout):
 def test_dims_that_are_missing(dims):
     """Without "tp" parameters are plain tensors."""
     same((2,) * len(dims), alone(kind="qwen3"), kind="qwen3", dims=dims)
+
+
+def test_a_router_that_views_its_input():
+    """A chunk of several rows is no view of them all."""
+    model, ids = hf_models.build("glm4_moe"), torch.arange(16).reshape(2, 8) + 3
+    expected = tpi.parallelize(copy.deepcopy(model), None)(ids).logits
+    got = tpi.parallelize(model, None, sequence_chunks=2)(ids).logits
+    got.sum().backward()
+    assert_bitwise_equal(got.detach(), expected.detach())
 
 
 def test_stop_at_one_layout_and_go_on_at_another(tmp_path):

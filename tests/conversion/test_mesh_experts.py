@@ -220,6 +220,7 @@ def refusals(world: Any) -> dict[str, str]:
     pair = new_group(next(tuple(pair) for pair in pairs if torch.distributed.get_rank() in pair))
     model = converted(shifted, pair)
     texts["other replicas"] = error_text(partial(MicroBatchTree, model.parameters(), mesh=shifted, micro_batches=4))
+    texts["one rank"] = error_text(converted, staged, None if staged.get_rank() == 0 else staged["dp", "tp"])
     return texts
 
 
@@ -230,6 +231,7 @@ def test_what_is_refused():
         "pp": "are at another place of the dims pp or cp",
         "ep": "mesh has the dims ep: known are pp, dp, cp, tp. Leave it out, and give expert_parallel_group=mesh[",
         "by hand": "its experts are divided over the ranks {pair} of cp_group (expert_parallel_group): divide ",
+        "one rank": "ranks of the mesh give expert_parallel_group as 'NoneType', ('dp', 'tp')",
         "other replicas": "the ranks of dp_group in expert_parallel_group is [",
     }
     for rank, texts in enumerate(run_ranks(refusals, RANKS)):

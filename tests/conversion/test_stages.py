@@ -481,6 +481,7 @@ def refused_interleaved(world):
     note(tpi.parallelize, own, mesh=mesh, plan={"0": "colwise"}, stages_per_rank=2)
     model = stage_of(mesh, "qwen3 tied", stages_per_rank=2)
     note(model, torch.ones(1, 4, dtype=torch.long))
+    note(tpi.full_state_dict, tpi.data_parallel.stages_of(model)[0], pp_group=mesh["pp"])
     tied, other = sorted(tpi.data_parallel.stages_of(model), key=lambda part: not part.has_tied_stage)
     note(tpi.data_parallel.Stage, tied, mesh["pp"], "cpu")
     assert tpi.data_parallel.Stage(other, mesh["pp"], "cpu").num_stages == 4
@@ -492,7 +493,8 @@ def refused_interleaved(world):
 
 def test_interleaved_stages_that_are_used_otherwise():
     for rank, found in enumerate(run_ranks(refused_interleaved, RANKS)):
-        disagree, none, own, whole_model, untied, later = found
+        disagree, none, own, whole_model, half, untied, later = found
+        assert "the ranks give the stages [0, 1] of 4: pass the model" in half
         assert "stages_per_rank is" in disagree and "2" in disagree and "3" in disagree
         assert "stages_per_rank=0: it must be an int, and at least 1" in none
         assert "stages_per_rank=2: Sequential is no model of transformers" in own

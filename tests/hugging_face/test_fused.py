@@ -408,3 +408,22 @@ def test_functions_that_rotate_by_what_they_compute():
     assert rotation_of(modeling_gpt_neox.apply_rotary_pos_emb) == Rotation(interleaved=False, partial=True)
     for function in (in_float32, other_zeros, clamped, tokens_first, rotate_half, len):
         assert rotation_of(function) is None, function
+
+
+def test_a_block_is_tried_once_and_its_activation_stays_as_it_is(monkeypatch):
+    """Of each class, as it computes now."""
+    tries = []
+    monkeypatch.setattr(fused, "_found", {})
+    monkeypatch.setattr(
+        fused, "_computes", lambda kind, block, tried=fused._computes: tries.append(kind) or tried(kind, block)
+    )
+    model = tpi.parallelize(hf_models.build("llama").train(), None)
+    blocks = [layer.mlp for layer in model.model.layers]
+    assert len(blocks) > 1 and len(tries) == 1 and all(isinstance(block, fused._Gated) for block in blocks)
+    assert all(block.act_fn.training for block in blocks)
+    kind = tries[0]
+    monkeypatch.setattr(
+        kind, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
+    )
+    model = tpi.parallelize(hf_models.build("llama"), None)
+    assert not any(isinstance(layer.mlp, fused._Gated) for layer in model.model.layers)

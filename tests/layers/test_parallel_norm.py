@@ -223,6 +223,31 @@ def test_norms_that_are_not(name):
         tpi.ParallelNorm.from_norm(UNKNOWN[name], tp_group=None)
 
 
+class Replaced(nn.Module):
+    """An RMSNorm whose class changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (8,), self.weight, self.variance_epsilon)
+
+
+def test_what_is_recognised_is_what_the_class_computes_now(monkeypatch):
+    """A norm is tried once for each class and its settings."""
+    assert recognise_norm(Replaced()) == recognise_norm(Replaced())
+    assert recognise_norm(Replaced())["zero_centered_gamma"] is False
+    other = Replaced()
+    other.variance_epsilon = 1e-3
+    assert recognise_norm(other)["eps"] == 1e-3
+    monkeypatch.setattr(Replaced, "forward", lambda self, x: F.rms_norm(x, (8,), self.weight + 1, 1e-6))
+    assert recognise_norm(Replaced())["zero_centered_gamma"] is True
+    hooked = Replaced()
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    assert recognise_norm(hooked) is None
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 

@@ -39,8 +39,19 @@ def gather_stages(
     """The full tensors of all stages, in their order, from those `own` of each rank's `model`. A collective.
 
     With rank0_only a rank that has nothing of its own is one of several that hold its stage, and gets nothing.
+
+    Raises:
+        ValueError: on every rank: some stages are missing, as where one of several on a rank is given.
     """
-    parts = [(getattr(part, "pipeline_stage", (stages.rank,))[0], part.state_dict()) for part in stages_of(model)]
+    placed = [(part, *getattr(part, "pipeline_stage", (stages.rank, stages.size))) for part in stages_of(model)]
+    count = placed[0][2]
+    held = {number for numbers in gather_objects([n for _, n, _ in placed], stages) for number in numbers}
+    if len(held) < count:
+        raise ValueError(
+            f"rank {stages.rank} of pp_group: the ranks give the stages {sorted(held)} of {count}: pass the model that "
+            "parallelize returned, which has all stages of a rank, and not one of stages_of(model)"
+        )
+    parts = [(number, part.state_dict()) for part, number, _ in placed]
     stage_of = {name: number for number, state in reversed(parts) for name in state}
     whats = {name: (x.shape, x.dtype) if isinstance(x, Tensor) else x for name, x in own.items()}
     described = gather_objects({name: (stage_of[name], what) for name, what in whats.items()}, stages)

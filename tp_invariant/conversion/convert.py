@@ -136,6 +136,9 @@ def parallelize(
     dims = MeshDims() if mesh is None else MeshDims.of(mesh, tp_group)
     group = resolve_group(tp_group) if mesh is None else dims.tp
     sequence = ChunkedSequence(dims.cp, sequence_chunks, SEQUENCE_DIM, type(model).__name__)
+    if mesh is not None:
+        of_experts = getattr(expert_parallel_group, "mesh_dim_names", type(expert_parallel_group).__name__)
+        dims.check_alike("expert_parallel_group", of_experts)
     if isinstance(expert_parallel_group, DeviceMesh) and expert_parallel_group.ndim > 1:
         expert_parallel_group = one_dim_of(expert_parallel_group)
     stored_over = None if expert_parallel_group is None else resolve_group(expert_parallel_group)

@@ -54,6 +54,18 @@ class MeshDims(NamedTuple):
             raise ValueError(f"mesh={mesh} has no mesh_dim_names: known are {', '.join(DIMS)}")
         return cls(**{name: resolve_group(mesh[name]) for name in names})
 
+    def check_alike(self, what: str, value: Any) -> None:
+        """Whether all ranks of the mesh give the same; before a collective of some of them. A collective.
+
+        Raises:
+            RuntimeError: on every rank: they do not.
+        """
+        found = {value}
+        for group in self:
+            found = set().union(*gather_objects(found, group))
+        if len(found) > 1:
+            raise RuntimeError(f"ranks of the mesh give {what} as {', '.join(sorted(map(repr, found)))}")
+
     @staticmethod
     def check_experts(mesh: DeviceMesh, ranks: Sequence[int]) -> None:
         """Whether the ranks over which experts are divided are, of this mesh, at this rank's place of pp and cp.

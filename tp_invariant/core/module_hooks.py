@@ -44,17 +44,21 @@ def has_own_forward(module: nn.Module) -> bool:
     return own is not None and own != MethodType(type(module).forward, module)
 
 
-def settings_of(module: nn.Module) -> Hashable:
-    """What decides a call's result besides the values of its tensors: the class and the plain attributes.
+def settings_of(module: nn.Module, *, beside_ours: bool = False) -> Hashable:
+    """What decides a call's result besides the values of its parameters: its class's forward and plain attributes.
 
-    None if there may be more: hooks, modules inside, a forward of its own, or attributes of other kinds.
+    None if there may be more: hooks, modules inside, buffers, or attributes of other kinds. beside_ours: hooks of this
+    library, whose keys are strings, do not count.
     """
     own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     plain = all(type(value) in (bool, int, float, str, NoneType) for value in own.values())
-    if module._modules or forward_hooks_of(module) or forward_pre_hooks_of(module) or not plain:
+    hooks = [*forward_hooks_of(module), *forward_pre_hooks_of(module)]
+    hooked = any(not (beside_ours and isinstance(key, str)) for key in hooks)
+    if module._modules or module._buffers or hooked or not plain:
         return None
-    tensors = ((name, tuple(t.shape)) for name, t in (*module.named_parameters(), *module.named_buffers()))
-    return type(module), tuple((name, type(value), value) for name, value in own.items()), *tensors
+    tensors = ((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    attributes = ((name, type(value), value) for name, value in own.items())
+    return type(module), type(module).forward, *attributes, *tensors
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}

@@ -123,7 +123,8 @@ class Stage(TellsInference, PipelineStage):
         if micro_batch != self.tree.added:
             raise RuntimeError(
                 f"{where} is at the backward of micro-batch {micro_batch} of its schedule, and its tree at "
-                f"{self.tree.added}: a schedule with a tree takes them in order, and tree.reduce() ends each step"
+                f"{self.tree.added}: each stage has a tree of its own and a schedule that takes them in "
+                "order, and tree.reduce() ends each step"
             )
         if self.counts is not None and len(self.counts) != self.chunks:
             raise ValueError(f"{where} has {len(self.counts)} counts, and its schedule {self.chunks} micro-batches")

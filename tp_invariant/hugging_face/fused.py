@@ -199,17 +199,20 @@ def gated_block_of(module: nn.Module) -> GatedBlock | None:
         return None
     if "forward" in module.__dict__ or isinstance(module, (ShardedModule, _Gated)):
         return None
-    settings = settings_of(activation)
-    key = (type(module), gate, up, act, settings)
-    if settings is None or key not in _found:
-        blocks = (
-            GatedBlock(gate, up, act, up_first, computes, activation)
-            for computes in _TRIED
-            for up_first in (False, True)
-        )
-        _found[key] = next((block for block in blocks if _computes(type(module), block)), None)
-    found = _found[key]
-    return None if found is None else found._replace(activation=activation)
+    settings = settings_of(activation, beside_ours=True)
+    key = (type(module), type(module).forward, gate, up, act, settings)
+    if settings is not None and key in _found:
+        found = _found[key]
+        return None if found is None else found._replace(activation=activation)
+    blocks = (
+        GatedBlock(gate, up, act, up_first, computes, activation) for computes in _TRIED for up_first in (False, True)
+    )
+    training = activation.training
+    found = next((block for block in blocks if _computes(type(module), block)), None)
+    activation.train(training)  # which the tries have changed
+    if settings is not None:
+        _found[key] = found
+    return found
 
 
 _found: dict[tuple, GatedBlock | None] = {}  # of each class of blocks and activations; to try one takes the host 50 ms

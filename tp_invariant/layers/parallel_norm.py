@@ -280,10 +280,15 @@ def recognise_norm(norm: nn.Module) -> dict[str, Any] | None:
     so large that a clamp does. They have two dims before the last one, because a norm over all dims but the first, or
     over dim 1, is one over the last dim where there are two. A norm that counts its calls is not recognised.
     """
-    settings = settings_of(norm)
-    if settings is None or settings not in _recognised:
+    settings = settings_of(norm) if any(name in vars(norm) for name in _EPS) else None
+    if settings is None:
+        return _try_norm(norm)
+    if settings not in _recognised:
         _recognised[settings] = _try_norm(norm)
     return None if (found := _recognised[settings]) is None else {**found}
+
+
+_EPS = "variance_epsilon", "eps"
 
 
 _recognised: dict[Any, dict[str, Any] | None] = {}  # by what decides it: the norms of a model are mostly alike
@@ -299,7 +304,7 @@ def _try_norm(norm: nn.Module) -> dict[str, Any] | None:
         and getattr(norm.forward, "__func__", None) is nn.RMSNorm.forward
     ):
         return dict(eps=None, normalization="RMSNorm", zero_centered_gamma=False)
-    eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(norm, name, None), float)), None)
+    eps = next((e for name in _EPS if isinstance(e := getattr(norm, name, None), float)), None)
     if eps is None:
         return None
     generator = torch.Generator().manual_seed(0)

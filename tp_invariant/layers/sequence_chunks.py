@@ -38,7 +38,7 @@ from ..core.parameter_names import label_of
 from ..core.torch_private import current_backward, tree
 from ..functional.partial_gradients import PartialGradients, PartialGradientsOfChunk
 from .local_parameters import PartsOfForeignModule
-from .parameters import KeepsAttributes, carried_group, is_over_data
+from .parameters import KeepsAttributes, ShardedModule, carried_group, is_over_data
 from .vocab_embedding import VocabParallelEmbedding
 
 # modules of torch's that combine tokens, or do not have the features last
@@ -321,7 +321,10 @@ class ByChunk(KeepsAttributes):
         if flat and self._sequence.dim == 1:
             assert batch is not None
             return [piece.flatten(0, 1) for piece in x.unflatten(0, (batch, flat)).split(length, 1)]
-        return list(x.split(length * (batch or 1) if flat else length, dim))
+        parts = x.split(length * (batch or 1) if flat else length, dim)
+        if isinstance(self, ShardedModule) and not isinstance(self, PartsOfForeignModule):
+            return list(parts)
+        return [part.contiguous() for part in parts]  # another library's forward may take a view, as of a whole input
 
     def _join(self, outputs: tuple[Any, ...], batch: int | None, lengths: tuple[int, ...]) -> Any:
         if not isinstance(outputs[0], Tensor):
