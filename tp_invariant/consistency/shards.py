@@ -16,6 +16,7 @@ the same on purpose, and a text that repeats itself with the period of a rank's 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -98,11 +99,11 @@ def _stage_learns_shapes() -> bool:
     It does so with torch.empty, where a rank may find what it has freed, as others do. It computes by
     forward_one_chunk.
     """
-    callers, frame = set(), sys._getframe()
+    callers, frame = set(), inspect.currentframe()
     while frame is not None and "torch.distributed.pipelining" in sys.modules:
         if frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage":
             callers.add(frame.f_code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return bool(callers) and "forward_one_chunk" not in callers
 
 

@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=12, num_experts_per_tok=8, moe_intermediate_size=64, norm_topk_prob=True),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=4, intermediate_size=64, sliding_window=48),
-    "granite": dict(logits_scaling=8.0, residual_multiplier=0.5, embedding_multiplier=3.0, attention_multiplier=0.1),
+    "granite": dict(logits_scaling=0.5, residual_multiplier=0.7, embedding_multiplier=3.0, attention_multiplier=0.1),
 }
 FEW, ALL = ("qwen3",), tuple(KINDS)
 THOROUGH = os.environ.get("TESTS_OF_VLLM") == "all"
