@@ -50,7 +50,7 @@ def settings_of(module: nn.Module, *, beside_ours: bool = False) -> Hashable:
     None if there may be more: hooks, modules inside, buffers, or attributes of other kinds. beside_ours: hooks of this
     library, whose keys are strings, do not count.
     """
-    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
     plain = all(type(value) in (bool, int, float, str, NoneType) for value in own.values())
     hooks = [*forward_hooks_of(module), *forward_pre_hooks_of(module)]
     hooked = any(not (beside_ours and isinstance(key, str)) for key in hooks)
@@ -61,7 +61,7 @@ def settings_of(module: nn.Module, *, beside_ours: bool = False) -> Hashable:
     return type(module), type(module).forward, *attributes, *tensors
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes
 
 
 def has_known_forward(activation: Any) -> bool:

@@ -24,11 +24,9 @@ from ..consistency.agreement import compare_call
 from ..consistency.shards import note_source
 from ..core.derived_class import derived_class
 from ..core.dtensors import is_dtensor
-from ..core.module_hooks import has_own_forward
+from ..core.module_hooks import OF_EVERY_MODULE, has_own_forward
 from ..core.torch_private import accumulation_hooks_of, gradient_hooks_of
 from .parameters import ShardedModule, ShardSpec, mark_sharded
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Place(NamedTuple):
@@ -191,7 +189,7 @@ def _same(one: Any, other: Any) -> bool:
 def _state_of(layer: nn.Module) -> dict[str, Any]:
     """What the layer's class has set besides the attributes of every module."""
     return {
-        name: value for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE | layer._parameters.keys()
+        name: value for name, value in vars(layer).items() if name not in OF_EVERY_MODULE | layer._parameters.keys()
     }
 
 
