@@ -231,7 +231,7 @@ def test_what_is_refused():
         "pp": "are at another place of the dims pp or cp",
         "ep": "mesh has the dims ep: known are pp, dp, cp, tp. Leave it out, and give expert_parallel_group=mesh[",
         "by hand": "its experts are divided over the ranks {pair} of cp_group (expert_parallel_group): divide ",
-        "one rank": "ranks of the mesh give expert_parallel_group as 'NoneType', ('dp', 'tp')",
+        "one rank": "ranks of the mesh give expert_parallel_group as 'NoneType', ('dp', 'tp'): give the same",
         "other replicas": "the ranks of dp_group in expert_parallel_group is [",
     }
     for rank, texts in enumerate(run_ranks(refusals, RANKS)):

@@ -64,7 +64,10 @@ class MeshDims(NamedTuple):
         for group in self:
             found = set().union(*gather_objects(found, group))
         if len(found) > 1:
-            raise RuntimeError(f"ranks of the mesh give {what} as {', '.join(sorted(map(repr, found)))}")
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: ranks of the mesh give {what} as {', '.join(sorted(map(repr, found)))}: give "
+                "the same on every rank"
+            )
 
     @staticmethod
     def check_experts(mesh: DeviceMesh, ranks: Sequence[int]) -> None:
