@@ -11,6 +11,7 @@ import itertools
 import hf_models
 import pytest
 import torch
+from gpus import on_gpus
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run
 
 import tp_invariant as tpi
@@ -19,9 +20,7 @@ from tp_invariant.testing import assert_bitwise_equal, full_grads, gpu_ranks, ru
 
 GPUS = gpu_ranks()
 pytestmark = pytest.mark.gpu
-DEGREES = [
-    pytest.param(degree, marks=pytest.mark.skipif(degree > GPUS, reason=f"needs {degree} GPUs")) for degree in (2, 3, 4)
-]
+DEGREES = on_gpus(2, 3, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OWNER_MAPS = ("replicate", "rows", "cols", "auto")
 
@@ -30,7 +29,7 @@ OWNER_MAPS = ("replicate", "rows", "cols", "auto")
 def pool():
     """One pool of all GPUs for every degree."""
     if GPUS > 1:
-        run_ranks(lambda group: None, min(GPUS, 4), device="cuda")
+        run_ranks(lambda group: None, GPUS, device="cuda")
 
 
 @pytest.mark.parametrize("degree", DEGREES)
@@ -120,7 +119,7 @@ def train_transformers_mixture(tp_group, family, by_expert=False, mode=True):
         return hf_models.train(model, tp_group, 3)
 
 
-@pytest.mark.parametrize("degree", DEGREES[::2])
+@pytest.mark.parametrize("degree", on_gpus(2, 4))
 @pytest.mark.parametrize("family", sorted(hf_models.MIXTURES))
 def test_a_mixture_of_transformers(family, degree):
     """Three steps of AdamW: logits, gradients, losses, norms and parameters."""
@@ -143,13 +142,11 @@ def test_a_mixture_of_transformers_with_the_mode_off():
         torch.testing.assert_close(logits, on["logits"], rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("degree", DEGREES[::2])
+@pytest.mark.parametrize("degree", on_gpus(2, 4, 8))
 @pytest.mark.parametrize("mode", ("column", "row"))
 def test_qwen3_8b_sizes(mode, degree):
     """The gated MLP's two layers at full size, 2048 tokens, bf16, one micro-batch."""
     k, n = (4096, 24576) if mode == "column" else (12288, 4096)
-    if degree > GPUS:
-        pytest.skip(f"needs {degree} GPUs")
     case = Case(mode, k, n, (2048,), dtype=torch.bfloat16, bias=False, device="cuda", micro_batches=1)
     case = case.with_(stride=2 if mode == "column" else 1, sequence_parallel=True)
     assert_cases_invariant([case.with_(owner_map=owner_map) for owner_map in OWNER_MAPS], degree, device="cuda")
@@ -159,7 +156,7 @@ def test_qwen3_8b_sizes(mode, degree):
 @pytest.mark.parametrize(("mode", "name"), [("row", "y0"), ("column", "dx0")])
 @pytest.mark.parametrize("sp", (False, True))
 def test_negative_control(mode, name, sp):
-    degree = min(GPUS, 4)
+    degree = GPUS
     case = Case(mode, 1024, 1024, (64, 4), dtype=torch.bfloat16, sequence_parallel=sp, device="cuda", mode=False)
     want = run(None, case.as_reference)[name]
     for got in run_ranks(run, degree, case, device="cuda"):

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from simulated_ranks import GPUS, ON_GPUS, Corrupt, SimMachine, Stuck, World, host, program
+from gpus import on_gpus
+from simulated_ranks import Corrupt, SimMachine, Stuck, World, host, program
 
 import tp_invariant as tpi
 from tp_invariant.comm import collectives, copy_machine, peer_copies, peer_memory
@@ -433,7 +434,7 @@ def rounds_of_copies(tp_group):
     return checks, copies.started, copies.refused, copies.allocated <= copies.limit
 
 
-@pytest.mark.parametrize("ranks", ON_GPUS)
+@pytest.mark.parametrize("ranks", on_gpus(2, 3, 4, 8))
 def test_bytes_are_those_of_nccl(ranks):
     for checks, started, refused, bounded in run_ranks(rounds_of_copies, ranks, device="cuda"):
         assert checks == 120
@@ -460,7 +461,7 @@ def after_meeting_alone(tp_group):
     return bool((got == torch.arange(1.0, group.size + 1, device=device)[:, None]).all())
 
 
-@pytest.mark.parametrize("ranks", ON_GPUS)
+@pytest.mark.parametrize("ranks", on_gpus(2, 3, 4, 8))
 def test_ranks_meet_whatever_other_groups_they_have_met_in(ranks):
     assert run_ranks(after_meeting_alone, ranks, device="cuda", timeout=60.0) == [True] * ranks
 
@@ -495,10 +496,9 @@ def without_arrival(tp_group):
     return bool((seen == 12.0).all()), bool((arrived == 12.0).all())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-def test_without_the_wait_the_bytes_are_wrong():
-    assert run_ranks(without_arrival, 2, device="cuda")[0] == (False, True)
+@pytest.mark.parametrize("ranks", on_gpus(2))
+def test_without_the_wait_the_bytes_are_wrong(ranks):
+    assert run_ranks(without_arrival, ranks, device="cuda")[0] == (False, True)
 
 
 def by_transport(tp_group, sp):
@@ -517,7 +517,7 @@ def by_transport(tp_group, sp):
     return found
 
 
-@pytest.mark.parametrize("ranks", ON_GPUS)
+@pytest.mark.parametrize("ranks", on_gpus(2, 3, 4, 8))
 @pytest.mark.parametrize("sp", (False, True))
 def test_layers_have_the_same_bits_by_either_transport(ranks, sp):
     for (nccl, _), (copied, started), (auto, large) in run_ranks(by_transport, ranks, sp, device="cuda"):

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import on_gpus
 
 import tp_invariant as tpi
 from tp_invariant.comm import collectives, moves, peer_copies, peer_kernels, peer_memory
@@ -17,9 +18,6 @@ from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.testing import assert_bitwise_equal, gpu_ranks, run_ranks, wide_randn
 
 GPUS = gpu_ranks()
-ON_GPUS = [
-    pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.skipif(n > GPUS, reason=f"needs {n} GPUs")]) for n in (2, 3, 4)
-]
 
 
 # --- the order of streams -------------------------------------------------------------------------------------------
@@ -261,7 +259,7 @@ def rounds(tp_group):
     return done, none
 
 
-@pytest.mark.parametrize("ranks", ON_GPUS)
+@pytest.mark.parametrize("ranks", on_gpus(2, 3, 4, 8))
 def test_bytes_are_those_of_nccl(ranks):
     for done, none in run_ranks(rounds, ranks, device="cuda"):
         assert done > 180
@@ -298,7 +296,7 @@ def in_a_graph(tp_group):
     return True
 
 
-@pytest.mark.parametrize("ranks", ON_GPUS)
+@pytest.mark.parametrize("ranks", on_gpus(2, 3, 4, 8))
 def test_a_cuda_graph_replays_them(ranks):
     assert run_ranks(in_a_graph, ranks, device="cuda") == [True] * ranks
 
@@ -333,11 +331,11 @@ def mlp(tp_group, tokens, hidden, inner, owner_map, choice):
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner"),
-    ((768, 1536, 4608), (2040, 1008, 2304), (12, 1536, 4608)),
+    ((768, 1536, 4608), (2040, 1008, 2304), (24, 1536, 4608)),
     ids=("large", "odd", "small"),
 )
 @pytest.mark.parametrize("owner_map", ("rows", "cols"))
-@pytest.mark.parametrize("ranks", ON_GPUS)
+@pytest.mark.parametrize("ranks", on_gpus(2, 3, 4, 8))
 def test_layers_have_the_same_bits(ranks, owner_map, tokens, hidden, inner):
     ((want, _),) = run_ranks(mlp, 1, tokens, hidden, inner, owner_map, "nccl", device="cuda")
     for choice in ("nccl", "auto"):

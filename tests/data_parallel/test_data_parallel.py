@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import on_gpus
 from meshes import init_device_mesh
 from models import tree_sum
 from ranks import run_ranks
@@ -23,13 +24,6 @@ SHAPES = {"a": (9, 13), "b": (61,), "c": (16, 10), "d": (3,), "e": (2, 40)}
 LARGE = {"a": (512, 640), "b": (4099,), "c": (64, 33), "d": (3,), "e": (1024, 1024), "f": (300, 77)}
 SHAPES_ON = {"cpu": SHAPES, "cuda": LARGE}
 WORLDS = (2, 3, 4, 8)
-GPUS = testing.gpu_ranks()
-ON_GPUS = {
-    world: pytest.param(
-        "cuda", world, marks=[pytest.mark.gpu, pytest.mark.skipif(world > GPUS, reason=f"needs {world} GPUs")]
-    )
-    for world in (2, 4)
-}
 
 
 class Leaf(torch.nn.Module):
@@ -102,7 +96,7 @@ def ddp_gradients(tp_group, dtype, with_hook, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("device", "world"), [*(("cpu", world) for world in WORLDS), *ON_GPUS.values()])
+@pytest.mark.parametrize(("device", "world"), [*(("cpu", n) for n in WORLDS), *on_gpus(2, 4, 8, before=("cuda",))])
 def test_ddp_sums_in_one_order(device, world, dtype):
     shapes = SHAPES_ON[device]
     expected = expected_sum(world, dtype, shapes=shapes)
@@ -127,7 +121,7 @@ def test_adding_in_bfloat16_gives_something_else():
     assert not torch.equal(rounded_each_time, expected_sum(8, torch.bfloat16)["a"])
 
 
-@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), ON_GPUS[4]])
+@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), *on_gpus(4, 8, before=("cuda",))])
 def test_the_bits_of_ddps_own_all_reduce_depend_on_buckets(device, world):
     """The control: the ring adds elements in another order where they lie elsewhere in a bucket."""
     results, _ = run_ranks(ddp_gradients, world, torch.float32, False, device, device=device)[0]
@@ -284,7 +278,7 @@ def test_fsdp_sums_in_one_order(reduction, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("device", "world"), ON_GPUS.values())
+@pytest.mark.parametrize(("device", "world"), on_gpus(2, 4, 8, before=("cuda",)))
 def test_fsdp_sums_in_one_order_on_gpus(device, world, dtype):
     """Divided by powers of two alone: by others torch multiplies with the reciprocal on CUDA, not so on a CPU."""
     for reduction, divide_by in (("sum", 1), ("tokens", 8 * world), ("mean", world)):
@@ -294,7 +288,7 @@ def test_fsdp_sums_in_one_order_on_gpus(device, world, dtype):
                 assert_bitwise_equal(grads, expected, f"rank {rank} of {world}, {reduction}, {wrapping}")
 
 
-@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), ON_GPUS[4]])
+@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), *on_gpus(4, 8, before=("cuda",))])
 def test_the_bits_of_fsdps_own_sum_depend_on_the_wrapping(device, world):
     """The control; on CUDA against the tree's order, as the rank that keeps an element, and so NCCL's ring for it, is
     the same in every wrapping.

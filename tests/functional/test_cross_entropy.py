@@ -15,13 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from gpus import gpu
+from gpus import gpu, on_gpus
 from ranks import run_ranks
 from same_as_alone import assert_as_alone, run_all
 from torch import Tensor
 
 import tp_invariant as tpi
-from tp_invariant import testing
 from tp_invariant.comm.collectives import gather_dim, resolve_group
 from tp_invariant.core.layout import shard
 from tp_invariant.functional import cross_entropy as cross_entropy_module
@@ -31,7 +30,6 @@ from tp_invariant.testing import assert_bitwise_equal
 
 DEGREES = (2, 3, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GPUS = testing.gpu_ranks()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,12 +492,9 @@ def test_every_rank_raises():
 # --- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", on_gpus(1, 2, 4, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_gpus(dtype, degree):
-    if degree > GPUS:
-        pytest.skip(f"needs {degree} GPUs")
     divisible = [case for case in cases(dtype, "cuda") if case.columns % degree == 0]
     large = Case(columns=152064, vocab_size=151936, tokens=(257,), dtype=dtype, device="cuda")
     assert_as_alone(run, [*divisible, large, large.with_(label_smoothing=0.1, z_loss=1e-4)], degree, "cuda")

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulated_ranks import ON_GPUS
+from gpus import on_gpus
 
 WORKER = Path(__file__).parents[1] / "helpers" / "graphs_end_worker.py"
 
 
 @pytest.mark.parametrize("mode", ["0", "1"])
 @pytest.mark.parametrize("transport", ["auto", "nccl"])
-@pytest.mark.parametrize("ranks", ON_GPUS[::2])
+@pytest.mark.parametrize("ranks", on_gpus(2, 4, 8))
 def test_a_process_ends_after_its_graphs_were_removed(ranks, transport, mode):
     """Also where something refers to what a graph has returned. With the mode off, collectives of NCCL add."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import on_gpus
 from hf_models import build
-from simulated_ranks import ON_GPUS
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -800,17 +800,14 @@ def test_ranks_that_differ(what, problem):
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------
 
-ALONE = pytest.param(1, marks=[pytest.mark.gpu, pytest.mark.skipif(gpu_ranks() < 1, reason="needs a GPU")])
 LARGE = dict(hidden=1024, ffn=3072, tokens=1536, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("transport", ["auto", "nccl"])
-@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4, 8))
 def test_on_gpus(ranks, transport):
     if transport == "nccl" and torch.cuda.device_count() < gpu_ranks():
         pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
-    if ranks not in (1, 2, 4):
-        pytest.skip("the tokens do not divide")
     want = _trained_on_gpus(1, False, "nccl")[0]
     found = _trained_on_gpus(ranks, True, transport)
     assert {found[0]} == {want}
@@ -820,24 +817,20 @@ def test_on_gpus(ranks, transport):
         assert off[0] != off[1]
 
 
-@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4, 8))
 def test_several_shapes_on_gpus(ranks):
     if torch.cuda.device_count() < ranks:
         pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
-    if ranks not in (1, 2, 4):
-        pytest.skip("the tokens do not divide")
     sizes = "cuda", True, torch.bfloat16
     want = run_ranks(trained_in_shapes, 1, False, *sizes, device="cuda")
     assert set(run_ranks(trained_in_shapes, ranks, True, *sizes, device="cuda")) == set(want)
 
 
-@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4, 8))
 def test_parameters_that_are_dtensors_on_gpus(ranks):
     """Graphs with DTensors have the bits of graphs with plain shards, and of the layers as they are."""
     if torch.cuda.device_count() < ranks:
         pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
-    if ranks not in (1, 2, 4):
-        pytest.skip("the tokens do not divide")
     want = _trained_on_gpus(1, False, "nccl", kind="group")[0]
     for kind, graphed in (("mesh", True), ("mesh", False), ("group", True)):
         for transport in ("auto", "nccl") if graphed else ("auto",):
@@ -857,11 +850,9 @@ def _large(tp_group, graphed, mode, transport, kind):
     return trained(tp_group, graphed, mode, "cuda", transport, kind=kind, **LARGE)
 
 
-@pytest.mark.parametrize("ranks", [ALONE, *ON_GPUS])
+@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4))
 def test_a_hugging_face_model_on_gpus(ranks):
     pytest.importorskip("transformers")
-    if ranks not in (1, 2, 4):
-        pytest.skip("the heads do not divide")
     sizes = dict(hidden_size=128, intermediate_size=256)
     want = run_ranks(hf_steps, 1, False, "cuda", sizes, device="cuda")
     for kind in ("group", "mesh"):

@@ -5,12 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 
-import pytest
-
-from tp_invariant.testing import gpu_ranks
-
-GPUS = gpu_ranks()
-
 
 class Corrupt(AssertionError):
     """A collective read bytes of another one."""
@@ -213,8 +207,3 @@ def host(world, machine, copies, calls, forgets=None):
         machine.on = machine.computes[releases_on]
         if n != forgets:
             lease.release()
-
-
-ON_GPUS = [
-    pytest.param(n, marks=[pytest.mark.gpu, pytest.mark.skipif(n > GPUS, reason=f"needs {n} GPUs")]) for n in (2, 3, 4)
-]
