@@ -1,7 +1,7 @@
 """Steps of a model with layers of Qwen3-8B's sizes at several degrees: one digest of norms and parameters.
 
-    python benchmarks/check_degrees.py --layers 8 --tokens 8192                     # on eight GPUs
-    TP_INVARIANT_RANKS_SHARE_GPUS=1 python benchmarks/check_degrees.py --layers 2   # eight ranks share one GPU, by gloo
+    python benchmarks/check_degrees.py --layers 8 --tokens 8192   # on eight GPUs
+    TP_INVARIANT_RANKS_SHARE_GPUS=1 python benchmarks/check_degrees.py --vocabulary 16384   # eight ranks share one GPU, by gloo
     python benchmarks/check_degrees.py --preset qwen3-tiny --tokens 64 --layouts 1x1 1x2 1x4 2x2   # on CPUs
 
 A layout DPxTP has DP data-parallel replicas of TP ranks each, with sequence parallelism; every layout takes the same
@@ -32,7 +32,9 @@ def train(world: Any, dp: int, tp: int, options: argparse.Namespace, mode: bool)
     """The digest of norms and whole parameters, the loss of this rank's last micro-batch, the seconds of all steps."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**{**SIZES[options.preset], "num_hidden_layers": options.layers, "use_cache": False})
+    sizes = {**SIZES[options.preset], "num_hidden_layers": options.layers, "use_cache": False}
+    sizes["vocab_size"] = options.vocabulary or sizes["vocab_size"]
+    config = Qwen3Config(**sizes)
     torch.manual_seed(0)
     with tpi.set_tp_invariant_mode(mode), torch.device(options.device):
         mesh = init_device_mesh(options.device, (dp, tp), mesh_dim_names=("dp", "tp"))
@@ -62,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tuple(SIZES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, help="other than the preset's")
     parser.add_argument("--tokens", type=int, default=2048, help="of a step; 4 micro-batches share them")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--layouts", nargs="+", default=["1x1", "1x2", "1x4", "1x8", "2x4", "4x2"], metavar="DPxTP")

@@ -77,7 +77,7 @@ def mixture(tp_group, dtype, sequence_parallel, by_expert, device="cuda"):
     with tpi.set_tp_invariant_mode(True):
         torch.manual_seed(0)
         model = tpi.MixtureOfExperts(
-            12, 264, 384, tpi.Routing(3), bias=True, activation="clamped_silu", interleaved=True, tp_group=tp_group,
+            24, 264, 384, tpi.Routing(3), bias=True, activation="clamped_silu", interleaved=True, tp_group=tp_group,
             expert_parallel_group=tp_group if by_expert else None, sequence_parallel=sequence_parallel, dtype=dtype,
         ).to(device)  # fmt: skip
         x, dy = (torch.randn(120, 264, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in (1, 2))

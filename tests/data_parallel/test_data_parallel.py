@@ -278,7 +278,7 @@ def test_fsdp_sums_in_one_order(reduction, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("device", "world"), on_gpus(2, 4, 8, before=("cuda",)))
+@pytest.mark.parametrize(("device", "world"), on_gpus(2, 4, 8, before=("cuda",), shared=False))  # gloo has no such sum
 def test_fsdp_sums_in_one_order_on_gpus(device, world, dtype):
     """Divided by powers of two alone: by others torch multiplies with the reciprocal on CUDA, not so on a CPU."""
     for reduction, divide_by in (("sum", 1), ("tokens", 8 * world), ("mean", world)):
@@ -288,7 +288,7 @@ def test_fsdp_sums_in_one_order_on_gpus(device, world, dtype):
                 assert_bitwise_equal(grads, expected, f"rank {rank} of {world}, {reduction}, {wrapping}")
 
 
-@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), *on_gpus(4, 8, before=("cuda",))])
+@pytest.mark.parametrize(("device", "world"), [("cpu", 4), ("cpu", 8), *on_gpus(4, 8, before=("cuda",), shared=False)])
 def test_the_bits_of_fsdps_own_sum_depend_on_the_wrapping(device, world):
     """The control; on CUDA against the tree's order, as the rank that keeps an element, and so NCCL's ring for it, is
     the same in every wrapping.

@@ -817,20 +817,16 @@ def test_on_gpus(ranks, transport):
         assert off[0] != off[1]
 
 
-@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4, 8))
+@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4, 8, shared=False))
 def test_several_shapes_on_gpus(ranks):
-    if torch.cuda.device_count() < ranks:
-        pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
     sizes = "cuda", True, torch.bfloat16
     want = run_ranks(trained_in_shapes, 1, False, *sizes, device="cuda")
     assert set(run_ranks(trained_in_shapes, ranks, True, *sizes, device="cuda")) == set(want)
 
 
-@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4, 8))
+@pytest.mark.parametrize("ranks", on_gpus(1, 2, 4, 8, shared=False))
 def test_parameters_that_are_dtensors_on_gpus(ranks):
     """Graphs with DTensors have the bits of graphs with plain shards, and of the layers as they are."""
-    if torch.cuda.device_count() < ranks:
-        pytest.skip("gloo, which ranks that share a GPU have, cannot be captured")
     want = _trained_on_gpus(1, False, "nccl", kind="group")[0]
     for kind, graphed in (("mesh", True), ("mesh", False), ("group", True)):
         for transport in ("auto", "nccl") if graphed else ("auto",):

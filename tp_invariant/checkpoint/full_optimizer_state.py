@@ -96,7 +96,7 @@ def state_target(
             f"the optimizer's state {key!r} of {name} has shape {tuple(shape)} where the parameter has "
             f"{tuple(like.full_shape)}"
         )
-    return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
+    return Entry(torch.zeros(shape, dtype=dtype, device="cpu"), WHOLE)
 
 
 def install_optimizer_state(

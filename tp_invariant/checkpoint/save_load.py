@@ -196,7 +196,7 @@ def load(
             if path[:2] == ("optimizer", "state"):
                 parameter = parameters[path[2]]
                 return state_target(path[2], path[3], shape, dtype, parameter, specs[id(parameter)])
-            return Entry(torch.zeros(shape, dtype=dtype), WHOLE)
+            return Entry(torch.zeros(shape, dtype=dtype, device="cpu"), WHOLE)
 
         if optimizer is None:
             values["optimizer"] = None

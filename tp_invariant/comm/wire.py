@@ -21,7 +21,7 @@ from .liveness import GroupLike, explain
 
 T = TypeVar("T")
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def diagnosed_error(error: RuntimeError, operand: Tensor, group: GroupLike, what: str) -> Exception:

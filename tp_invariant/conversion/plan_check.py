@@ -77,7 +77,7 @@ def example_of(model: nn.Module, given: Any, group: Group) -> Example:
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     length = -(-TOKENS // group.size) * group.size  # sequence parallelism divides it
-    ids = torch.randint(size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(size, (2, length), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     return (), dict(input_ids=ids, use_cache=False)
 
 
@@ -155,7 +155,7 @@ def _run(model: nn.Module, example: Example, dtype: torch.dtype, like: Run | Non
     for index, (y, shape) in enumerate(zip(outputs, shapes, strict=True)):
         if y.requires_grad:  # the same random gradient for every copy; this rank's part where the output is one
             generator = torch.Generator().manual_seed(index + 1)
-            full = torch.randn(shape, generator=generator, dtype=torch.float64).to(y)
+            full = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(y)
             part = _part_of(full, y.shape, group)
             differentiable[0].append(y)
             differentiable[1].append(full if part is None else part)

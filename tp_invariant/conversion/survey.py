@@ -523,6 +523,6 @@ def _scale_of(embedding: nn.Embedding) -> float | None:
         for name, buffer in embedding._buffers.items()
         if buffer is not None
     }
-    ids, expected = torch.arange(len(rows)), rows * rows.new_tensor(scale)
+    ids, expected = torch.arange(len(rows), device="cpu"), rows * rows.new_tensor(scale)
     alike = all(torch.equal(twin.train(training).forward(ids), expected) for training in (True, False))
     return scale if alike else None

@@ -137,7 +137,7 @@ def _mix(z: Tensor) -> Tensor:
 def tensor_hash(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the tensor's bytes, never 0: int64, 0-dim, on its device. 0 for a tensor without values."""
     if tensor.is_meta:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     tensor = tensor.resolve_conj().resolve_neg()  # such a view's bytes are those of another value
     rows = slice_hashes(tensor if tensor.dim() else tensor.reshape(1), 0)
     return slice_hashes(rows.unsqueeze(0), 0)[0].bitwise_or_(1)

@@ -164,7 +164,7 @@ def _entry(name: str, tensor: Tensor, spec: ShardSpec) -> Entry:
 
 
 def _scalar_entry(value: Tensor | float) -> Entry:
-    return Entry(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64), WHOLE)
+    return Entry(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu"), WHOLE)
 
 
 def _gathered_hashes(entries: Iterable[Entry], group: Group) -> list[Tensor]:

@@ -69,7 +69,7 @@ def hashed(name: str, count: int) -> Tensor:
     Two rounds of xor-shift and multiply, as in MurmurHash3's last step; the factors are below 2^31, so that no product
     passes 2^63.
     """
-    x = torch.arange(count, dtype=torch.int64) * 0x1E3779B9 + zlib.crc32(name.encode()) & 0xFFFFFFFF
+    x = torch.arange(count, dtype=torch.int64, device="cpu") * 0x1E3779B9 + zlib.crc32(name.encode()) & 0xFFFFFFFF
     for factor, shift in ((0x21F0AAAD, 16), (0x735A2D97, 15)):
         x = (x ^ x >> shift) * factor & 0xFFFFFFFF
     return x ^ x >> 15

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from ..core.options import Normalization, ParallelMode
+from ..core.variables import SHARE_VARIABLE
 from ..gemm.gemm_fn import GemmFn, bundled_gemm_fn
 from ..gemm.owner_maps import OWNER_MAPS
 from ..kernels.dtypes import DTYPES
-from ..testing.checks import assert_slice_invariant, check_large_slices, run_ranks
+from ..testing.checks import assert_slice_invariant, check_large_slices, gpu_ranks, run_ranks
 from .onednn import avoid_trapped_units
 from .verify_case import Case, Outcome, check_cases, load_gemm_fn
 from .verify_layers import LayerCase
@@ -310,12 +311,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _setup(options: argparse.Namespace, error: Callable[[str], Any]) -> Setup:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = gpu_ranks()
     device = options.device or ("cuda" if gpus > 1 else "cpu")
     if device == "cuda" and gpus < 2:
         error(
             f"--device cuda: torch sees {gpus} GPUs here, and comparing degrees takes two; tp-invariant doctor checks "
-            "what one GPU can show, --device cpu runs the contract on the CPU"
+            f"what one GPU can show, {SHARE_VARIABLE}=1 lets ranks share GPUs, --device cpu runs the contract on the CPU"
         )
     most = (4 if options.quick else 8) if device == "cpu" else gpus
     usual = [3, *(2**i for i in range(most.bit_length()))]  # 3: a degree that is not a power of two

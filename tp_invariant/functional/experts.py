@@ -478,7 +478,7 @@ def check_gate(fn: Callable[[Tensor], Tensor], h: Tensor) -> None:
         ValueError: a row's result is not that of the row alone, as fn moves elements between rows, draws random
             numbers, or goes by how many rows there are; or fn takes a tensor that requires a gradient.
     """
-    rows = torch.linspace(-3, 3, 3 * h.shape[-1]).view(3, -1).to(h.device, h.dtype)
+    rows = torch.linspace(-3, 3, 3 * h.shape[-1], device="cpu").view(3, -1).to(h.device, h.dtype)
     with torch.enable_grad(), _ByPosition():
         whole, alone = fn(rows.clone()), fn(rows[1:2].clone())
     if whole.requires_grad:

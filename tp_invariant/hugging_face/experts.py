@@ -89,7 +89,7 @@ def _activation(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor]
     """The name in Experts of one of torch's or transformers', by values; then gate and up are one kernel."""
     if function is not F.silu and not has_known_forward(function):
         return function
-    sample = torch.linspace(-12, 12, 257, dtype=torch.float64)
+    sample = torch.linspace(-12, 12, 257, dtype=torch.float64, device="cpu")
     for name, known in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
         with torch.no_grad():
             if torch.allclose(function(sample.clone()), known(sample), rtol=1e-9, atol=0.0):
@@ -102,7 +102,7 @@ def is_clamped_silu(function: Callable[[Tensor], Tensor], interleaved: bool) -> 
 
     By values, inside of both limits and beyond them: models name and nest these numbers differently.
     """
-    sample = torch.cartesian_prod(*(torch.linspace(-12, 12, 33, dtype=torch.float64) for _ in range(2)))
+    sample = torch.cartesian_prod(*(torch.linspace(-12, 12, 33, dtype=torch.float64, device="cpu") for _ in range(2)))
     gates, ups = sample.unbind(-1)
     h = sample.flatten() if interleaved else torch.cat([gates, ups])
     with torch.no_grad():

@@ -254,7 +254,7 @@ class LoraLinear(_OfShards, _LoraLinear):
         super().update_layer(adapter_name, *args, config=config, **kwargs)
         base: Linear = self.get_base_layer()
         a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
-        numbers = torch.tensor([self.scaling[adapter_name], config.lora_dropout], dtype=torch.float64)
+        numbers = torch.tensor([self.scaling[adapter_name], config.lora_dropout], dtype=torch.float64, device="cpu")
         drawn = {"lora_A": a.weight, "lora_B": b.weight, "scaling and dropout": numbers}
         _check_drawn(adapter_name, drawn, base.group)
         stride: Stride = base.partition_sizes or base.partition_stride
@@ -394,7 +394,7 @@ class LoraEmbedding(_OfShards, _LoraEmbedding):
         super().update_layer(adapter_name, *args, config=config, **kwargs)
         drawn = self.lora_embedding_A[adapter_name], self.lora_embedding_B[adapter_name]
         self.lora_embedding_A, self.lora_embedding_B = parts
-        scaling = torch.tensor(self.scaling[adapter_name], dtype=torch.float64)
+        scaling = torch.tensor(self.scaling[adapter_name], dtype=torch.float64, device="cpu")
         names = "lora_embedding_A", "lora_embedding_B", "scaling"
         _check_drawn(adapter_name, dict(zip(names, (*drawn, scaling), strict=True)), base.group)
         for parameters, full in zip(parts, drawn, strict=True):

@@ -213,7 +213,7 @@ class Rollouts(Trainer):
         device: Any = self.args.device
         model: Any = self.sampler
         ids, mask = (
-            pad_sequence([torch.tensor(p) for p in rows], True, value, padding_side="left").to(device)
+            pad_sequence([torch.tensor(p, device="cpu") for p in rows], True, value, padding_side="left").to(device)
             for rows, value in ((prompts, self._tokenizer.pad_token_id), ([[1] * len(p) for p in prompts], 0))
         )
         draws = KeyedDraws(
@@ -282,7 +282,7 @@ class Rollouts(Trainer):
         if self._sampled is not None and model is not self.ref_model:
             sampled = self._sampled
             if isinstance(sampled, list):
-                sampled = pad_sequence([torch.tensor(row) for row in sampled], True)
+                sampled = pad_sequence([torch.tensor(row, device="cpu") for row in sampled], True)
             width = scored[0].shape[1]
             sampled = nn.functional.pad(sampled, (0, width - sampled.shape[1])).to(scored[0].device)
             differences = (scored[0].detach() - sampled).abs()[attention_mask[:, -width:] != 0]

@@ -130,7 +130,7 @@ class _NamedLayer(ShardedModule):
 
     def get_extra_state(self) -> Tensor:
         """No bytes, as Transformer Engine saves without fp8."""
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         """Raises: ValueError: `state` is not None and not empty: it is of fp8."""

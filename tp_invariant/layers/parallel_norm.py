@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -313,11 +314,12 @@ def _try_norm(norm: nn.Module) -> dict[str, Any] | None:
     arguments = inspect.signature(norm.forward).parameters.values()
     if sum(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments) > 1:
         return None  # a gate, say, which it may do without
-    x = torch.randn(4, 3, size, generator=generator, dtype=torch.float64) * max(eps, 1e-12) ** 0.5 + eps**0.5
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
+    x = draw(4, 3, size) * max(eps, 1e-12) ** 0.5 + eps**0.5
     x[2:] *= 100 / max(eps, 1e-12) ** 0.5
     for name in shapes:
         # also of a user's own, which a norm that is recognised does not use
-        twin.get_parameter(name).copy_(torch.randn(shapes[name], generator=generator, dtype=torch.float64))
+        twin.get_parameter(name).copy_(draw(shapes[name]))
     before = [(name, value) for name, value in vars(twin).items() if isinstance(value, (int, float))]
     try:
         ys = [twin.train(training)(x) for training in (True, False)]

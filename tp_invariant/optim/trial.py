@@ -151,8 +151,8 @@ def _stepped(kind: Any, options: dict[str, Any], start: Tensor, grads: Sequence[
 
 def _drawn(shape: tuple[int, ...], least: int, generator: torch.Generator) -> Tensor:
     """Of many magnitudes, so that a step's last bit shows in some elements whatever the learning rate."""
-    scales = torch.exp2(torch.randint(least, 3, shape, generator=generator).float())
-    return torch.randn(shape, generator=generator) * scales
+    scales = torch.exp2(torch.randint(least, 3, shape, generator=generator, device="cpu").float())
+    return torch.randn(shape, generator=generator, device="cpu") * scales
 
 
 @contextmanager

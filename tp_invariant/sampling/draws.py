@@ -106,7 +106,9 @@ class Draws:
         with torch.no_grad(), inside_a_layer():
             x = self._scores(logits)
             if not isinstance(requests, Tensor):
-                requests = torch.tensor([request_key(self.seed, request) for request in requests], dtype=torch.int64)
+                requests = torch.tensor(
+                    [request_key(self.seed, request) for request in requests], dtype=torch.int64, device="cpu"
+                )
             positions = torch.as_tensor(positions)
             for name, of_rows in (("requests", requests), ("positions", positions)):
                 if of_rows.shape != x.shape[:1] or of_rows.dtype != torch.int64:
@@ -232,7 +234,7 @@ class KeyedDraws:
         if not count or len(set(self._requests)) < count:
             raise ValueError(f"requests={self._requests} must name at least one request, and each once")
         self._masked = attention_mask is not None
-        mask = torch.ones(count, 1, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        mask = torch.ones(count, 1, dtype=torch.bool, device="cpu") if attention_mask is None else attention_mask != 0
         if mask.dim() != 2 or mask.shape[0] != count or not mask[:, -1:].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)} for {count} requests: it must be [{count}, length], "
@@ -241,7 +243,7 @@ class KeyedDraws:
         self._width = None if attention_mask is None else mask.shape[1]
         self._padding = (~mask).sum(1)  # of each request; of each row: _paddings
         self._prompts: Tensor | None = None
-        self._keys = self._paddings = torch.empty(0, dtype=torch.int64)
+        self._keys = self._paddings = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows, length = input_ids.shape

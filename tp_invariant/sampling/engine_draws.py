@@ -44,7 +44,7 @@ class EngineDraws(ContinuousBatchingLogitsProcessor):
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
         """Nothing that the step needs: a row has room for 32 bits, and a key has 64."""
         self._steps.append([(each.state.request_id, each.state.position_offset) for each in requests_with_new_token])
-        return torch.zeros(len(requests_with_new_token), dtype=torch.int32)
+        return torch.zeros(len(requests_with_new_token), dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         rows = self._steps.popleft()
@@ -53,7 +53,7 @@ class EngineDraws(ContinuousBatchingLogitsProcessor):
         if rows:
             x, (requests, positions) = scores[: len(rows)], zip(*rows, strict=True)
             keys = torch.tensor([_key(request) for request in requests], dtype=torch.int64, device=x.device)
-            drawn = self.draws.draw(x, keys, torch.tensor(positions, dtype=torch.int64)).unsqueeze(1)
+            drawn = self.draws.draw(x, keys, torch.tensor(positions, dtype=torch.int64, device="cpu")).unsqueeze(1)
             result[: len(rows)].scatter_(1, drawn, 0.0)
             if self.draws.temperature:
                 log_probs = log_softmax(x, temperature=self.draws.temperature).gather(1, drawn)[:, 0]
