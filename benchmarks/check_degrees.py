@@ -1,7 +1,7 @@
 """Steps of a model with layers of Qwen3-8B's sizes at several degrees: one digest of norms and parameters.
 
     python benchmarks/check_degrees.py --layers 8 --tokens 8192   # on eight GPUs
-    TP_INVARIANT_RANKS_SHARE_GPUS=1 python benchmarks/check_degrees.py --vocabulary 16384   # eight ranks share one GPU, by gloo
+    TP_INVARIANT_RANKS_SHARE_GPUS=1 python benchmarks/check_degrees.py --vocabulary 16384   # 8 ranks, one GPU, gloo
     python benchmarks/check_degrees.py --preset qwen3-tiny --tokens 64 --layouts 1x1 1x2 1x4 2x2   # on CPUs
 
 A layout DPxTP has DP data-parallel replicas of TP ranks each, with sequence parallelism; every layout takes the same

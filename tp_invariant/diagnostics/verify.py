@@ -271,7 +271,11 @@ def _named(degrees: Sequence[int]) -> str:
 
 def print_heading(setup: Setup) -> None:
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
-    where = "the CPU (gloo)" if setup.device == "cpu" else f"{torch.cuda.get_device_name()} (NCCL)"
+    where = "the CPU (gloo)"
+    if setup.device == "cuda":
+        gpus = torch.cuda.device_count()
+        by = "NCCL" if setup.degrees[-1] <= gpus else f"gloo, {setup.degrees[-1]} ranks share {gpus} GPUs"
+        where = f"{torch.cuda.get_device_name()} ({by})"
     gemm_fn = setup.gemm_fn or "bundled"
     print(f"{_named(setup.degrees)} on {where}; {dtypes}; seed {setup.seed}; gemm_fn {gemm_fn}", flush=True)
 
@@ -316,7 +320,7 @@ def _setup(options: argparse.Namespace, error: Callable[[str], Any]) -> Setup:
     if device == "cuda" and gpus < 2:
         error(
             f"--device cuda: torch sees {gpus} GPUs here, and comparing degrees takes two; tp-invariant doctor checks "
-            f"what one GPU can show, {SHARE_VARIABLE}=1 lets ranks share GPUs, --device cpu runs the contract on the CPU"
+            f"what one GPU can show, {SHARE_VARIABLE}=1 lets ranks share it, --device cpu runs the contract on the CPU"
         )
     most = (4 if options.quick else 8) if device == "cpu" else gpus
     usual = [3, *(2**i for i in range(most.bit_length()))]  # 3: a degree that is not a power of two
