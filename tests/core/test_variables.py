@@ -59,4 +59,4 @@ def test_an_unknown_variable_is_warned_about_once(first_read, unknown, near):
 
 
 def test_known_variables_are_not(first_read):
-    assert first_read(TP_INVARIANT_CHECK="0", TP_INVARIANT_RANK_THREADS="1", TP_INVARIANT="1") == []
+    assert first_read(TP_INVARIANT_CHECK="0", TP_INVARIANT_RANK_DEVICE="cpu", TP_INVARIANT="1") == []

@@ -12,7 +12,6 @@ CHECK_VARIABLE = "TP_INVARIANT_CHECK"
 TRANSPORT_VARIABLE = "TP_INVARIANT_TRANSPORT"
 SHARE_VARIABLE = "TP_INVARIANT_RANKS_SHARE_GPUS"
 RANK_DEVICE_VARIABLE = "TP_INVARIANT_RANK_DEVICE"
-RANK_THREADS_VARIABLE = "TP_INVARIANT_RANK_THREADS"
 
 # The values that a user may set. kernels/, which imports nothing of core/, reads TP_INVARIANT_AUTOTUNE.
 VARIABLES = {
@@ -23,7 +22,7 @@ VARIABLES = {
     "TP_INVARIANT_AUTOTUNE": ("1", "0"),
     SHARE_VARIABLE: ("1",),
 }
-SET_FOR_RANKS = (RANK_DEVICE_VARIABLE, RANK_THREADS_VARIABLE)  # by testing.run_ranks, in its rank processes
+SET_FOR_RANKS = (RANK_DEVICE_VARIABLE,)  # by testing.run_ranks, in its rank processes
 
 
 def warn_of_unknown_variables() -> None:

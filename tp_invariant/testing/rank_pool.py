@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from ..core import mode
 from ..core.processes import how_it_ended
-from ..core.variables import RANK_DEVICE_VARIABLE, RANK_THREADS_VARIABLE
+from ..core.variables import RANK_DEVICE_VARIABLE
 
 _GRACE_SECONDS = 20.0  # for the other ranks to answer once one has failed
 _START_SECONDS = 300.0  # starting takes seconds on an idle machine, longer on a loaded one
@@ -219,14 +219,14 @@ def _starter(number: int, environment: dict[str, str]) -> _Starter:
 class RankPool:
     """`size` rank processes on one machine. See `testing.run_ranks` for use."""
 
-    def __init__(self, size: int, device: str, threads: int = 1) -> None:
+    def __init__(self, size: int, device: str) -> None:
         self.size, self.device, self._owner = size, device, os.getpid()
         # The ranks meet in a store of this process, which listens from now on: of a port that is merely free now,
         # another pool's rank could be the first to listen there.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = {**os.environ, RANK_DEVICE_VARIABLE: device, RANK_THREADS_VARIABLE: str(threads)}
+        environment = {**os.environ, RANK_DEVICE_VARIABLE: device}
         environment.update(
-            OMP_NUM_THREADS=str(threads),
+            OMP_NUM_THREADS="1",
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(self._store.port),
             PYTHONPATH=os.pathsep.join(sys.path),

@@ -26,7 +26,7 @@ from ..consistency import agreement
 from ..core import mode
 from ..core.processes import end_with_parent
 from ..core.torch_private import count_groups_from
-from ..core.variables import RANK_DEVICE_VARIABLE, RANK_THREADS_VARIABLE
+from ..core.variables import RANK_DEVICE_VARIABLE
 from ..gemm.gemm_fn import set_default_gemm_fn
 from ..gemm.tokens import shared_tokens
 from ..gemm.weights import weight_cache
@@ -100,7 +100,7 @@ def _fork_ranks(size: int, reports: int, descriptors: dict[int, int]) -> None:
 def serve(descriptor: int, rank: int, size: int) -> None:
     """Runs the work that the parent sends through the socket `descriptor`, until the parent ends."""
     device = os.environ[RANK_DEVICE_VARIABLE]
-    torch.set_num_threads(int(os.environ[RANK_THREADS_VARIABLE]))
+    torch.set_num_threads(1)
     backend = "gloo"
     if device == "cuda":
         gpus = torch.cuda.device_count()
