@@ -122,10 +122,10 @@ def compare(a: Log, b: Log) -> tuple[str, bool]:
     return "\n".join([*lines, f"identical for {len(common)} steps, {common[0]} to {common[-1]}"]), True
 
 
-def main(argv: Sequence[str], prog: str = "tp-invariant diff") -> int:
+def main(argv: Sequence[str]) -> int:
     """Prints the comparison and returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog=prog,
+        prog="tp-invariant diff",
         description="Compare two digest logs (tp_invariant.DigestLog), of any degrees, step by step.",
         epilog="A resumed run may have appended to its log, or its logs may be concatenated; if a step is there twice, "
         "the later line counts. Exit status: 0 if all common steps are identical, 1 if not, 2 if the logs cannot be "
@@ -136,7 +136,7 @@ def main(argv: Sequence[str], prog: str = "tp-invariant diff") -> int:
     try:
         text, same = compare(*map(read_log, options.logs))
     except LogError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     print(text)
     return 0 if same else 1
