@@ -15,11 +15,35 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.elementwise import in_whole_vectors
+from .module_hooks import with_key
 from .torch_private import DisableTorchFunction, function_modes, schema_of
 
 
 class AroundLayers(TorchFunctionMode):
     """A mode that replaces functions which a model's code calls, and none that this library's layers call."""
+
+
+class AroundForward:
+    """Hooks of a module, inside of whose forward the mode `_mode()` is on; None: no mode."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self._entered: list[AroundLayers | None] = []
+        with_key(module.register_forward_pre_hook(self._enter), key)
+        with_key(module.register_forward_hook(self._leave, always_call=True), key)
+
+    def _mode(self) -> AroundLayers | None:
+        raise NotImplementedError
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        mode = self._mode()
+        self._entered.append(mode)
+        if mode is not None:
+            mode.__enter__()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        mode = self._entered.pop() if self._entered else None  # after an error in another hook without _enter
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
 
 def inside_a_layer() -> AbstractContextManager[Any]:

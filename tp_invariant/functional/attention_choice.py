@@ -19,9 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..comm.collectives import Group
 from ..core.dtensors import as_dtensor, is_dtensor
-from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundLayers, call_in_whole_vectors
+from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundForward, AroundLayers, call_in_whole_vectors
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..core.module_hooks import with_key
 from ..core.torch_private import forward_pre_hooks_of, function_modes
 from .attention import attention
 from .attention_checks import check_mask, in_autocasts_dtype
@@ -238,7 +237,7 @@ def refuse_dropout(p: float, name: str) -> None:
     )
 
 
-class SafeSdpa:
+class SafeSdpa(AroundForward):
     """Hooks that replace F.scaled_dot_product_attention inside a module's forward by _safe_sdpa, while the mode is on.
 
     On a CPU they also have sigmoid, silu, exp and the like, called as functions, compute an element by one formula
@@ -255,24 +254,16 @@ class SafeSdpa:
 
     def __init__(self, module: nn.Module, check_mask: CheckMask | None = None, cp_group: Group | None = None) -> None:
         self._arguments = check_mask, None if cp_group is None or cp_group.size == 1 else cp_group
-        self._entered: list[_Reroute | None] = []  # None: a module around this one has entered its own
-        if any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in forward_pre_hooks_of(module).values()):
-            return
-        with_key(module.register_forward_pre_hook(self._enter), "attention")
-        with_key(module.register_forward_hook(self._leave, always_call=True), "attention")
+        hooks = forward_pre_hooks_of(module).values()
+        if not any(isinstance(getattr(hook, "__self__", None), SafeSdpa) for hook in hooks):
+            super().__init__(module, "attention")
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if is_tp_invariant_mode_enabled() or self._arguments[1] is not None:
-            mode = None if any(type(mode) is _Reroute for mode in function_modes()) else _Reroute(*self._arguments)
-            self._entered.append(mode)
-            if mode is not None:
-                mode.__enter__()
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._entered:  # after an error in another hook this may run without _enter
-            mode = self._entered.pop()
-            if mode is not None:
-                mode.__exit__(None, None, None)
+    def _mode(self) -> _Reroute | None:
+        """None also where a module around this one has entered its own."""
+        wanted = is_tp_invariant_mode_enabled() or self._arguments[1] is not None
+        if not wanted or any(type(mode) is _Reroute for mode in function_modes()):
+            return None
+        return _Reroute(*self._arguments)
 
 
 def callers(model: nn.Module, names: Iterable[str]) -> dict[int, nn.Module]:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Group
 from ..core.autocast import autocast_dtype
-from ..core.elementwise import AroundLayers
+from ..core.elementwise import AroundForward, AroundLayers
 from ..core.layout import indivisible
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..core.module_hooks import has_known_forward, with_key
+from ..core.module_hooks import has_known_forward
 from ..functional import stock
 from ..functional.linear import LinearCall, replicated_linear
 from ..functional.routing import top_k
@@ -153,20 +153,12 @@ def _top_k(
     return torch.return_types.topk(top_k(input, k))
 
 
-class SafeRouting:
+class SafeRouting(AroundForward):
     """Hooks that replace F.linear and torch.topk inside the forward of a module that has experts, in the mode."""
 
     def __init__(self, module: nn.Module, gemm_fn: GemmFn | None) -> None:
-        self._entered: list[_Reroute] = []
+        super().__init__(module, "routing")
         self._gemm_fn = gemm_fn
-        with_key(module.register_forward_pre_hook(self._enter), "routing")
-        with_key(module.register_forward_hook(self._leave, always_call=True), "routing")
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if is_tp_invariant_mode_enabled():
-            self._entered.append(_Reroute(self._gemm_fn))
-            self._entered[-1].__enter__()
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._entered:  # after an error in another hook this may run without _enter
-            self._entered.pop().__exit__(None, None, None)
+    def _mode(self) -> _Reroute | None:
+        return _Reroute(self._gemm_fn) if is_tp_invariant_mode_enabled() else None

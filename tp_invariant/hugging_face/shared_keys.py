@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Group
-from ..core.elementwise import AroundLayers
+from ..core.elementwise import AroundForward, AroundLayers
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..core.module_hooks import with_key
 from ..functional import stock
 from ..functional.regions import expand_heads
 
@@ -48,20 +47,12 @@ def _heads_of(x: Tensor, *sizes: Any) -> int | None:
     return int(asked[1]) if others else None
 
 
-class SharedKeys:
+class SharedKeys(AroundForward):
     """Hooks of a module with latent attention, whose heads are sharded over `group`."""
 
     def __init__(self, module: nn.Module, group: Group) -> None:
-        self._entered: list[_Reroute] = []
+        super().__init__(module, "shared_keys")
         self._group = group
-        with_key(module.register_forward_pre_hook(self._enter), "shared_keys")
-        with_key(module.register_forward_hook(self._leave, always_call=True), "shared_keys")
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            self._entered.append(_Reroute(self._group))
-            self._entered[-1].__enter__()
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._entered:  # after an error in another hook this may run without _enter
-            self._entered.pop().__exit__(None, None, None)
+    def _mode(self) -> _Reroute | None:
+        return _Reroute(self._group) if torch.is_grad_enabled() else None
