@@ -50,14 +50,18 @@ def gathered(x: Tensor) -> Tensor:
 # --- linear layers --------------------------------------------------------------------------------------------------
 
 
-class Method(linear.UnquantizedLinearMethod):
-    """The product; weights stay as they are loaded."""
+class _Product:
+    """Weights stay as they are loaded."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, layer.weight, bias)
+
+
+class Method(_Product, linear.UnquantizedLinearMethod):
+    pass
 
 
 def _check_unquantized(layer: nn.Module, allowed: type) -> None:
@@ -121,14 +125,8 @@ class RowParallelLinear(Invariant, linear.RowParallelLinear):
 # --- the vocabulary -------------------------------------------------------------------------------------------------
 
 
-class EmbeddingMethod(vocab.UnquantizedEmbeddingMethod):
+class EmbeddingMethod(_Product, vocab.UnquantizedEmbeddingMethod):
     """Of the embedding and the output layer."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        pass
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(x, layer.weight, bias)
 
 
 class _Vocabulary(Invariant):
