@@ -150,7 +150,22 @@ class _NamedLayer(ShardedModule):
                     main_grad.zero_()
 
 
-class Linear(_NamedLayer, _Linear):
+class _NamedLinear(_NamedLayer):
+    """The forward of `Linear` and `LayerNormLinear`."""
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Any:
+        """inp [.., in_features], tp_invariant.Linear's x -> y, or a tuple `(y[, bias][, norm's output])`."""
+        self._begin(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        return super().forward(inp)
+
+
+class Linear(_NamedLinear, _Linear):
     """tp_invariant.Linear under Transformer Engine's name and arguments; the bits of TP=1 at every degree.
 
     Args:
@@ -203,19 +218,8 @@ class Linear(_NamedLayer, _Linear):
         )  # fmt: skip
         self.register_load_state_dict_pre_hook(_accept_no_extra_state)
 
-    def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> Any:
-        """inp, tp_invariant.Linear's x -> y, or (y, bias) with return_bias."""
-        self._begin(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        return _Linear.forward(self, inp)
 
-
-class LayerNormLinear(_NamedLayer, _LayerNormLinear):
+class LayerNormLinear(_NamedLinear, _LayerNormLinear):
     """tp_invariant.LayerNormLinear under Transformer Engine's name and arguments: see `Linear`."""
 
     def __init__(
@@ -261,17 +265,6 @@ class LayerNormLinear(_NamedLayer, _LayerNormLinear):
             dtype=params_dtype,
         )  # fmt: skip
         self.register_load_state_dict_pre_hook(_accept_no_extra_state)
-
-    def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> Any:
-        """inp [.., in_features], this rank's tokens under SP -> y, or a tuple `(y[, bias][, norm's output])`."""
-        self._begin(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        return _LayerNormLinear.forward(self, inp)
 
 
 class LayerNormMLP(_NamedLayer):
