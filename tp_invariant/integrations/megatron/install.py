@@ -208,27 +208,25 @@ def _models_replaced() -> Iterator[None]:
         _restore(former)
 
 
-class GPTModel(MegatronGPTModel):
+class _OfThisPackage:
+    """What the subclasses below derive from, before Megatron's model."""
+
+    compute_language_model_loss = _loss
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        with _models_replaced():
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # Megatron's
+
+
+class GPTModel(_OfThisPackage, MegatronGPTModel):
     """Megatron's GPTModel of this package's modules, without install(models=True); the arguments are Megatron's.
 
     For training call install(models=False) besides, or sum gradients and compute their norm by functions of yours.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        with _models_replaced():
-            super().__init__(config, *args, **kwargs)
-
-    compute_language_model_loss = _loss
-
 
 if HAS_HYBRID:
     from megatron.core.models.hybrid.hybrid_model import HybridModel as MegatronHybridModel
 
-    class HybridModel(MegatronHybridModel):
+    class HybridModel(_OfThisPackage, MegatronHybridModel):
         """The same of Megatron's HybridModel, of attention and MLP layers ("*-*-")."""
-
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            with _models_replaced():
-                super().__init__(config, *args, **kwargs)
-
-        compute_language_model_loss = _loss
