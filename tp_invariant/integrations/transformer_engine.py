@@ -84,7 +84,7 @@ def _checked_group(name: str, arguments: Mapping[str, Any]) -> Group:
     return group
 
 
-def _accept_no_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def accept_no_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook before state is loaded: layers of other classes saved no `_extra_state`."""
     state_dict.setdefault(f"{prefix}_extra_state", None)
 
@@ -216,7 +216,7 @@ class Linear(_NamedLinear, _Linear):
             sequence_parallel=sequence_parallel, return_bias=return_bias, init_method=init_method,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, gemm_fn=gemm_fn, device=device, dtype=params_dtype,
         )  # fmt: skip
-        self.register_load_state_dict_pre_hook(_accept_no_extra_state)
+        self.register_load_state_dict_pre_hook(accept_no_extra_state)
 
 
 class LayerNormLinear(_NamedLinear, _LayerNormLinear):
@@ -264,7 +264,7 @@ class LayerNormLinear(_NamedLinear, _LayerNormLinear):
             init_method=init_method, fuse_wgrad_accumulation=fuse_wgrad_accumulation, gemm_fn=gemm_fn, device=device,
             dtype=params_dtype,
         )  # fmt: skip
-        self.register_load_state_dict_pre_hook(_accept_no_extra_state)
+        self.register_load_state_dict_pre_hook(accept_no_extra_state)
 
 
 class LayerNormMLP(_NamedLayer):
@@ -366,7 +366,7 @@ class LayerNormMLP(_NamedLayer):
             self.register_parameter(own, empty)
         self._hand_parameters_over()
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_accept_no_extra_state)
+        self.register_load_state_dict_pre_hook(accept_no_extra_state)
 
     def _places(self) -> Iterator[tuple[str, _Linear, str]]:
         """(the name of a parameter, the layer that computes with it, its name there)."""

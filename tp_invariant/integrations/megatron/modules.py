@@ -29,6 +29,7 @@ from ...layers.layernorm_linear import LayerNormLinear
 from ...layers.linear import Linear
 from ...layers.parallel_norm import ParallelNorm
 from ...layers.vocab_embedding import VocabParallelEmbedding as _Embedding
+from ..transformer_engine import accept_no_extra_state
 
 # {an activation of Megatron's configuration: its name in this library, for gated layers}
 GATED: dict[Any, Activation] = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
@@ -74,28 +75,7 @@ def _initialiser(config: Any, init_method: Callable[[Tensor], Any] | None) -> Ca
     return fill
 
 
-def _accept_no_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before state is loaded: other layers saved no `_extra_state`."""
-    state_dict.setdefault(f"{prefix}_extra_state", None)
-
-
-class _MegatronModule:
-    """What Megatron's own layers have besides: no extra state, but a place for it in state dicts."""
-
-    def get_extra_state(self) -> None:
-        """Transformer Engine's layers have one, so checkpoints have a place for it."""
-
-    def set_extra_state(self, state: Any) -> None:
-        """Is not used."""
-
-    def _place_for_extra_state(self) -> None:
-        self.register_load_state_dict_pre_hook(_accept_no_extra_state)  # type: ignore[attr-defined]
-
-    def backward_dw(self) -> None:
-        """Weight gradients are complete when backward returns (config.delay_wgrad_compute is refused)."""
-
-
-class _ParallelLinear(_MegatronModule, Linear):
+class _ParallelLinear(Linear):
     """What ColumnParallelLinear, RowParallelLinear and the fused norm have in common."""
 
     config: Any
@@ -110,7 +90,16 @@ class _ParallelLinear(_MegatronModule, Linear):
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         for parameter in self.parameters(recurse=False):
             parameter.allreduce = True  # type: ignore[attr-defined]  # over data-parallel ranks
-        self._place_for_extra_state()
+        self.register_load_state_dict_pre_hook(accept_no_extra_state)
+
+    def get_extra_state(self) -> None:
+        """Transformer Engine's layers have one, so checkpoints have a place for it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Is not used."""
+
+    def backward_dw(self) -> None:
+        """Weight gradients are complete when backward returns (config.delay_wgrad_compute is refused)."""
 
     def reset_parameters(self) -> None:
         """Linear's, with a bias of zeros, as in Megatron."""
