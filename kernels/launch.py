@@ -88,6 +88,11 @@ def can_overlap(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] >= 9
 
 
+@functools.cache
+def multiprocessors_of(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
 class _Thread(threading.local):
     has_context = False
 

@@ -18,7 +18,6 @@ that are not split run the kernel of hopper.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import can_overlap, cdiv, empty, launch_on
+from ..launch import can_overlap, cdiv, empty, launch_on, multiprocessors_of
 from ..plans import Kernel, Launch, run
 from .backward import backward
 from .merge import finish, fold, merge_kernel
@@ -259,11 +258,6 @@ def _forward_kernel(
         tl.store(lse_ptr + lse_at, lse, mask=inside)
 
 
-@functools.cache
-def _multiprocessors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _max_scratch(cache: int) -> int:
     """How many bytes of scratch memory a split may take; cache: the bytes of keys and values.
 
@@ -312,7 +306,7 @@ def _plan(
     chunks = cdiv(p.longest_k, chunk)
     # Splitting changes no bits; it helps calls that would leave most of the GPU idle.
     shared_tiles = cdiv(p.longest_q * groups, tile.queries)
-    idle = index is not None and tiles * heads * p.sequences < _multiprocessors(index)
+    idle = index is not None and tiles * heads * p.sequences < multiprocessors_of(index)
     scratch = 4 * heads * p.sequences * p.longest_q * chunks * (head_dim + 2)
     cache = 2 * p.kv_heads * keys * head_dim * dtype.itemsize * (1 if packed else p.sequences)
     most = _max_scratch(cache if shared_tiles == 1 else 0)
@@ -345,7 +339,7 @@ def _plan(
     # If half of the GPU would still be idle, each program computes half of v's columns and its own scores. Not in fp32,
     # where the compiler derives the order of a row's sum of weights from all shapes of a program.
     while split and v_columns > _MIN_COLUMNS and dtype != torch.float32 and index is not None:
-        if 2 * programs * slots * (head_dim // v_columns) > _multiprocessors(index):
+        if 2 * programs * slots * (head_dim // v_columns) > multiprocessors_of(index):
             break
         v_columns //= 2
     part_rows = p.longest_q * shared

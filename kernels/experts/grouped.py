@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..gemm.matmul import INTERPRETER_CONFIG, no_negated_views, product_tile
 from ..gemm.matmul_configs import MatmulConfig, choose_config, fit, shared_memory_of
-from ..gemm.operands import check_kinds, written
+from ..gemm.operands import check_kinds
 from ..launch import cdiv, interpreting, launch_on, next_power_of_2
 from ..plans import Kernel
 from . import grouped_tma
@@ -63,20 +63,18 @@ def _grouped_matmul_kernel(
 def _grouped_outer_kernel(
     a_ptr, b_ptr, c_ptr, offsets_ptr, M, N, stride_ar, stride_am, stride_br, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     expert = tl.program_id(0) // tiles
     first = tl.load(offsets_ptr + expert)
     rows = tl.load(offsets_ptr + expert + 1) - first
-    if (rows > 0) | (not ACCUMULATE):  # adding the zeros of an expert without rows would turn -0.0 into 0.0
-        first_wide = first.to(tl.int64)
-        product_tile(
-            tl.program_id(0) % tiles, a_ptr + first_wide * stride_ar, b_ptr + first_wide * stride_br,
-            c_ptr + expert.to(tl.int64) * M * N, c_ptr, M, N, rows, tl.cdiv(rows, BLOCK_K), 0,
-            stride_am, stride_ar, stride_br, stride_bn, N, 0,
-            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, False, False, ACCUMULATE, False,
-        )  # fmt: skip
+    first_wide = first.to(tl.int64)
+    product_tile(
+        tl.program_id(0) % tiles, a_ptr + first_wide * stride_ar, b_ptr + first_wide * stride_br,
+        c_ptr + expert.to(tl.int64) * M * N, c_ptr, M, N, rows, tl.cdiv(rows, BLOCK_K), 0,
+        stride_am, stride_ar, stride_br, stride_bn, N, 0,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, False, False, False, False,
+    )  # fmt: skip
 
 
 _grouped_matmul = Kernel(_grouped_matmul_kernel)
@@ -102,9 +100,9 @@ def rows_config(rows: int, experts: int, n: int, k: int, dtype: torch.dtype) -> 
     return replace(config, block_n=128, block_k=64) if fills else config
 
 
-def outer_config(m: int, experts: int, n: int, k: int, dtype: torch.dtype, accumulate: bool) -> MatmulConfig:
+def outer_config(m: int, experts: int, n: int, k: int, dtype: torch.dtype) -> MatmulConfig:
     """Tile shape for `grouped_outer`; a matter of speed only."""
-    config = choose_config(experts * m, n, k, dtype, spare_registers=accumulate)
+    config = choose_config(experts * m, n, k, dtype)
     return replace(config, block_m=min(config.block_m, max(16, next_power_of_2(m))))
 
 
@@ -186,8 +184,6 @@ def grouped_outer(
     b: Tensor,
     offsets: Tensor,
     *,
-    out: Tensor | None = None,
-    accumulate: bool = False,
     out_dtype: torch.dtype | None = None,
     config: MatmulConfig | GroupedTile | None = None,
 ) -> Tensor:
@@ -195,36 +191,32 @@ def grouped_outer(
 
     Args:
         a: [R, M] and b: [R, N], rows, dtypes and strides as for `grouped_matmul`, and so offsets.
-        out: contiguous [E, M, N] to write into, in memory of its own; None makes a new tensor.
-        accumulate: add the product to out, which is float32, as `matmul` does.
-        out_dtype: dtype of the result; None means out's, else a's.
+        out_dtype: dtype of the result; None means a's.
         config: tile shape, for tests and tuning. It changes no bit.
 
     Returns:
-        out, or contiguous [E, M, N]. An expert without rows has zeros, or with accumulate what out had.
+        Contiguous [E, M, N]. An expert without rows has zeros.
 
     Raises:
         TypeError, ValueError: as for `grouped_matmul`.
     """
     check_kinds("grouped_outer", a, b, None, out_dtype)
-    out_dtype = out_dtype or (a if out is None else out).dtype
+    out_dtype = out_dtype or a.dtype
     (r, m), n, experts = a.shape, b.shape[1], len(offsets) - 1
     a, b = no_negated_views(a, b)
     if experts > 0 and not isinstance(config, MatmulConfig):
-        readable = grouped_tma.can_read_outer(a, b, out_dtype, out)
-        tile = config or grouped_tma.outer_tile(m, n, r, experts, out_dtype.itemsize, accumulate)
+        readable = grouped_tma.can_read_outer(a, b, out_dtype)
+        tile = config or grouped_tma.outer_tile(m, n, r, experts, out_dtype.itemsize)
         if readable and tile is not None:
-            c = torch.empty((experts, m, n), device=a.device, dtype=out_dtype) if out is None else out
+            c = torch.empty((experts, m, n), device=a.device, dtype=out_dtype)
             with launch_on(c, "grouped_outer"):
-                grouped_tma.outer(a, b, offsets, c, accumulate, tile)
-            return c if out is None else written(out)
+                grouped_tma.outer(a, b, offsets, c, tile)
+            return c
         config = _no_tile("grouped_outer", config)
-    c_dtype = torch.float32 if interpreting() else out_dtype
-    in_place = out is not None and out.dtype == c_dtype
-    c = out if in_place else torch.empty((experts, m, n), device=a.device, dtype=c_dtype)
+    c = torch.empty((experts, m, n), device=a.device, dtype=torch.float32 if interpreting() else out_dtype)
     if experts > 0:
         if config is None:
-            chosen = outer_config(m, experts, n, cdiv(r, experts), a.dtype, accumulate)
+            chosen = outer_config(m, experts, n, cdiv(r, experts), a.dtype)
             config = INTERPRETER_CONFIG if interpreting() else _fitted(chosen, a)
         with launch_on(c, "grouped_outer"):
             if interpreting():
@@ -232,9 +224,7 @@ def grouped_outer(
             _grouped_outer(
                 c.device.index, (experts * cdiv(m, config.block_m) * cdiv(n, config.block_n),),
                 (a, b, c, offsets.contiguous(), m, n, *a.stride(), *b.stride()),
-                (config.block_m, config.block_n, config.block_k, config.group_m, accumulate),
+                (config.block_m, config.block_n, config.block_k, config.group_m),
                 num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
-    if out is None:
-        return c.to(out_dtype)
-    return written(out) if in_place else out.copy_(c)
+    return c.to(out_dtype)

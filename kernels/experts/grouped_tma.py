@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.matmul_tma import MAX_SIDE, multiprocessors_of, supports_tma
-from ..launch import cdiv, next_power_of_2
+from ..gemm.matmul_tma import MAX_SIDE, supports_tma
+from ..launch import cdiv, multiprocessors_of, next_power_of_2
 from ..plans import Kernel, descriptor
 
 _ALIGNMENT = 16  # bytes; of a TMA base address and of its strides
@@ -111,11 +111,7 @@ def _store_rows(c, c_desc, first, count, row, col, ROWS: tl.constexpr, COLS: tl.
 
 
 @triton.jit
-def _store_outer(
-    c, c_desc, expert, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, ACCUMULATE: tl.constexpr
-):  # fmt: skip
-    if ACCUMULATE:
-        c += c_desc.load([expert, row, col]).reshape(ROWS, COLS)
+def _store_outer(c, c_desc, expert, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     c_desc.store([expert, row, col], c.to(c_desc.dtype).reshape(1, ROWS, COLS))
 
 
@@ -162,7 +158,7 @@ def _rows_kernel(
 def _outer_kernel(
     a_desc, b_desc, c_desc, offsets_ptr, experts, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr, HALVES: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -175,14 +171,13 @@ def _outer_kernel(
         col = tile_n * BLOCK_N
         acc = _sum_over_rows(a_desc, b_desc, row, col, first, count, BLOCK_M, BLOCK_N, BLOCK_K)
         acc += 0.0
-        if (count > 0) | (not ACCUMULATE):  # adding the zeros of an expert without rows would turn -0.0 into 0.0
-            if HALVES:
-                PART: tl.constexpr = BLOCK_N // 2
-                left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, PART)), (0, 2, 1)))
-                _store_outer(left, c_desc, expert, row, col, BLOCK_M, PART, ACCUMULATE)
-                _store_outer(right, c_desc, expert, row, col + PART, BLOCK_M, PART, ACCUMULATE)
-            else:
-                _store_outer(acc, c_desc, expert, row, col, BLOCK_M, BLOCK_N, ACCUMULATE)
+        if HALVES:
+            PART: tl.constexpr = BLOCK_N // 2
+            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, PART)), (0, 2, 1)))
+            _store_outer(left, c_desc, expert, row, col, BLOCK_M, PART)
+            _store_outer(right, c_desc, expert, row, col + PART, BLOCK_M, PART)
+        else:
+            _store_outer(acc, c_desc, expert, row, col, BLOCK_M, BLOCK_N)
 
 
 # --- what TMA can address -------------------------------------------------------------------------------------------
@@ -224,14 +219,13 @@ def rows_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> RowsOperands 
     return None if matrices is None else RowsOperands(a, *matrices)
 
 
-def can_read_outer(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> bool:
+def can_read_outer(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether TMA can address the operands of `outer`, a [R, M] and b [R, N], and C."""
     return (
         supports_tma(a, b.shape[1], out_dtype)
         and a.shape[0] > 0
         and _is_rows(a)
         and _is_rows(b)
-        and (out is None or _aligned(out))
         and (a.shape[1] * b.shape[1] * out_dtype.itemsize) % _ALIGNMENT == 0
     )
 
@@ -252,10 +246,10 @@ def _ragged(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 _SHARED_MEMORY = 226 * 1024  # bytes of a Hopper multiprocessor for stages and output tiles
 
 
-def fits(tile: GroupedTile, out_itemsize: int, accumulate: bool = False) -> bool:
+def fits(tile: GroupedTile, out_itemsize: int) -> bool:
     """Whether the kernels have enough shared memory and registers for a tile of 16-bit operands."""
     stages = (tile.block_m + tile.block_n) * tile.block_k * 2 * tile.num_stages
-    stored = tile.block_m * tile.block_n // (2 if tile.halves else 1) * out_itemsize * (2 if accumulate else 1)
+    stored = tile.block_m * tile.block_n // (2 if tile.halves else 1) * out_itemsize
     registers = tile.block_m * tile.block_n // (32 * tile.num_warps)
     return tile.programs * (stages + stored + 1024) <= _SHARED_MEMORY + 1024 and registers <= 128
 
@@ -276,7 +270,7 @@ def rows_tile(rows: int, experts: int, out_itemsize: int) -> GroupedTile | None:
     return GroupedTile(128, 256, 64, 8, 4 if out_itemsize == 2 else 3, group_m=32)
 
 
-def outer_tile(m: int, n: int, rows: int, experts: int, out_itemsize: int, accumulate: bool) -> GroupedTile | None:
+def outer_tile(m: int, n: int, rows: int, experts: int, out_itemsize: int) -> GroupedTile | None:
     """Tile shape of `outer`, from the average rows of an expert; None where grouped.py's kernel is faster.
 
     A matter of speed only. Where a tile has few steps, what counts is that another is computed while it is stored.
@@ -284,8 +278,6 @@ def outer_tile(m: int, n: int, rows: int, experts: int, out_itemsize: int, accum
     average = cdiv(rows, experts)
     if min(m, n) < 64:
         return None
-    if accumulate:
-        return GroupedTile(128, 128, 64, 8, 4, ahead=False)
     if out_itemsize == 4:
         return GroupedTile(128, 128, 64, 4, 2, programs=2, ahead=False)
     if average <= 96:
@@ -331,15 +323,15 @@ def rows(x: RowsOperands, offsets: Tensor, bias: Tensor | None, out_dtype: torch
     return c
 
 
-def outer(a: Tensor, b: Tensor, offsets: Tensor, c: Tensor, accumulate: bool, tile: GroupedTile) -> None:
-    """Writes C [E, M, N], or adds to it; `can_read_outer` has accepted the operands."""
+def outer(a: Tensor, b: Tensor, offsets: Tensor, c: Tensor, tile: GroupedTile) -> None:
+    """Writes C [E, M, N]; `can_read_outer` has accepted the operands."""
     m, n, experts = a.shape[1], b.shape[1], len(offsets) - 1
     if tile.ahead and c.element_size() != 2:
         tile = replace(tile, ahead=False)
     index = a.get_device() if a.is_cuda else None
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     kernel, describe, options = _outer, descriptor, dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-    constants: tuple = accumulate, tile.halves
+    constants: tuple = (tile.halves,)
     if tile.ahead:
         from .. import gluon_descriptor
         from . import grouped_hopper

@@ -12,7 +12,7 @@ from ..gemm.operands import check_kinds
 from ..gemm.reference import matmul
 
 
-def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+def experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     for expert, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
         if first < end:
             yield expert, slice(first, end)
@@ -24,28 +24,15 @@ def grouped_matmul(
     """See grouped.grouped_matmul."""
     check_kinds("grouped_matmul", a, b, bias, out_dtype)
     c = torch.empty((a.shape[0], b.shape[2]), dtype=out_dtype or a.dtype, device=a.device)
-    for expert, rows in _experts_with_rows(offsets):
+    for expert, rows in experts_with_rows(offsets):
         matmul(a[rows], b[expert], bias=None if bias is None else bias[expert], out=c[rows])
     return c
 
 
-def grouped_outer(
-    a: Tensor,
-    b: Tensor,
-    offsets: Tensor,
-    *,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """See grouped.grouped_outer."""
     check_kinds("grouped_outer", a, b, None, out_dtype)
-    with torch.no_grad():
-        c = out
-        if c is None:
-            c = torch.empty((len(offsets) - 1, a.shape[1], b.shape[1]), dtype=out_dtype or a.dtype, device=a.device)
-        if not accumulate:
-            c.zero_()
-        for expert, rows in _experts_with_rows(offsets):
-            matmul(a[rows].t(), b[rows], out=c[expert], accumulate=accumulate)
+    c = torch.zeros((len(offsets) - 1, a.shape[1], b.shape[1]), dtype=out_dtype or a.dtype, device=a.device)
+    for expert, rows in experts_with_rows(offsets):
+        matmul(a[rows].t(), b[rows], out=c[expert])
     return c

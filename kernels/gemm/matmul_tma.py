@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dtypes import HALF_DTYPES
-from ..launch import cdiv, empty, launch_on
+from ..launch import cdiv, empty, launch_on, multiprocessors_of
 from ..plans import Kernel, Launch, described, planned
 from . import autotune
 from .matmul_configs import MatmulConfig, Product, is_flattened, promoted_block_k, tma_configs
@@ -202,11 +202,6 @@ def tma_layout(x: Tensor) -> tuple[Rows, bool] | None:
 @functools.cache
 def _is_hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] == 9
-
-
-@functools.cache
-def multiprocessors_of(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def supports_tma(a: Tensor, c_stride: int, out_dtype: torch.dtype) -> bool:

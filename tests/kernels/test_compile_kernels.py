@@ -105,7 +105,7 @@ def test_dot_products_of_one_length_are_added_in_one_order(compiled):
 def test_products_by_expert_compute_a_step_while_the_next_is_loaded(compiled):
     """A compiler that waits for each step's product, or copies operands by registers, gives the same bits, slowly."""
     _, folder = compiled
-    for name, forms in (("_rows", 5), ("_outer", 2), ("outer_ahead", 3)):
+    for name, forms in (("_rows", 5), ("_outer", 1), ("outer_ahead", 3)):
         texts = [path.read_text() for path in folder.rglob(f"{name}_kernel.ptx")]
         assert len(texts) >= forms
         for text in texts:

@@ -9,13 +9,12 @@ slice-invariant, a row's bits depend on this row and its expert's matrix alone.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from ..kernels.experts.reference_grouped import experts_with_rows
 from ..kernels.select import select
 from .gemm_fn import GemmFn, bundled_gemm_fn, column_sums, gemm, resolve_gemm_fn, uses_bundled
 
@@ -29,12 +28,6 @@ def _kernels(gemm_fn: GemmFn | None, a: Tensor) -> ModuleType | None:
     return select("grouped GEMM", kind) if own else None
 
 
-def _experts_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    for expert, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        if start < end:
-            yield expert, slice(start, end)
-
-
 def grouped_matmul(
     gemm_fn: GemmFn | None, a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None
 ) -> Tensor:
@@ -42,7 +35,7 @@ def grouped_matmul(
     if kernels := _kernels(gemm_fn, a):
         return kernels.grouped_matmul(a, b, offsets, bias=bias)
     c = a.new_empty((a.shape[0], b.shape[2]))
-    for expert, rows in _experts_with_rows(offsets):
+    for expert, rows in experts_with_rows(offsets):
         c[rows] = gemm(gemm_fn, a[rows], b[expert], bias=None if bias is None else bias[expert])
     return c
 
@@ -52,7 +45,7 @@ def grouped_outer(gemm_fn: GemmFn | None, a: Tensor, b: Tensor, offsets: Tensor,
     if kernels := _kernels(gemm_fn, a):
         return kernels.grouped_outer(a, b, offsets, out_dtype=out_dtype)
     c = a.new_zeros((len(offsets) - 1, a.shape[1], b.shape[1]), dtype=out_dtype)
-    for expert, rows in _experts_with_rows(offsets):
+    for expert, rows in experts_with_rows(offsets):
         c[expert] = gemm(gemm_fn, a[rows].t(), b[rows], out_dtype=out_dtype)
     return c
 
@@ -62,6 +55,6 @@ def grouped_column_sums(gemm_fn: GemmFn | None, x: Tensor, offsets: Tensor, *, o
     if kernels := _kernels(gemm_fn, x):
         return kernels.grouped_outer(x.new_ones((x.shape[0], 1)), x, offsets, out_dtype=out_dtype).squeeze(1)
     sums = x.new_zeros((len(offsets) - 1, x.shape[1]), dtype=out_dtype)
-    for expert, rows in _experts_with_rows(offsets):
+    for expert, rows in experts_with_rows(offsets):
         sums[expert] = column_sums(gemm_fn, x[rows], out_dtype=out_dtype)
     return sums

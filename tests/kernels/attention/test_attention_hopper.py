@@ -53,7 +53,7 @@ def by(monkeypatch, own, idle, *args, **options):
     with monkeypatch.context() as patch:
         patch.setattr(plans, "_plans", {})
         patch.setattr(kernels, "_plan", plan)
-        patch.setattr(kernels, "_multiprocessors", lambda index: idle)
+        patch.setattr(kernels, "multiprocessors_of", lambda index: idle)
         patch.setattr(kernels, "_max_scratch", lambda cache: 0 if idle == 1 else 2**28)
         if not own:
             patch.setattr(kernels, "_has_own_kernel", lambda *args: False)

@@ -84,25 +84,16 @@ def test_rows_have_the_bits_that_they_have_alone(form, gemm, division, dtype):
 def test_experts_have_the_weight_gradient_of_their_rows(form, gemm, division, dtype):
     counts, m, n = COUNTS[division], 40, 33
     a, b = rand(sum(counts), m, dtype=dtype), rand(sum(counts), n, dtype=dtype, seed=1)
-    start = rand(len(counts), m, n, seed=2)
-    start[:, 0, 0] = -0.0
     c = form.grouped_outer(a, b, offsets_of(counts))
     wide = form.grouped_outer(a, b, offsets_of(counts), out_dtype=torch.float32)
-    out, total = torch.full_like(start, 7.0), start.clone()
-    assert form.grouped_outer(a, b, offsets_of(counts), out=out) is out
-    assert form.grouped_outer(a, b, offsets_of(counts), out=total, accumulate=True) is total
     assert c.dtype == dtype and c.is_contiguous()
-    assert_bitwise_equal(out, wide)
     for expert, rows in enumerate(slices_of(counts)):
         if rows.start == rows.stop:
             assert_bitwise_equal([c[expert], wide[expert]], [torch.zeros_like(c[0]), torch.zeros_like(wide[0])])
-            assert_bitwise_equal(total[expert], start[expert])
         else:
             operands = a[rows].t(), b[rows]
             assert_bitwise_equal(c[expert], gemm.matmul(*operands))
             assert_bitwise_equal(wide[expert], gemm.matmul(*operands, out_dtype=torch.float32))
-            added = gemm.matmul(*operands, out=start[expert].clone(), accumulate=True)
-            assert_bitwise_equal(total[expert], added)
 
 
 @both_forms

@@ -33,7 +33,7 @@ ROWS_TILES = [
     GroupedTile(128, 256, 64, 8, 3, halves=False, group_m=1),
 ]
 OUTER_TILES = [
-    *{grouped_tma.outer_tile(512, 512, 8 * average, 8, 2, False): None for average in range(1, 2000, 7)},
+    *{grouped_tma.outer_tile(512, 512, 8 * average, 8, 2): None for average in range(1, 2000, 7)},
     GroupedTile(128, 256, 64, 8, 4, ahead=False),
     GroupedTile(64, 256, 64, 4, 2, programs=2, ahead=False),
     GroupedTile(128, 256, 32, 8, 6, halves=False, group_m=1),
@@ -113,25 +113,19 @@ def test_sums_in_the_interpreter(tile, counts):
         assert_bitwise_equal(got, torch.cat(parts).float() + 0.0)
     wanted = torch.stack([a[s].double().t() @ dy[s].double() for s in slices_of(counts)]).float() + 0.0
     assert_bitwise_equal(grouped.grouped_outer(a, dy, offsets_of(counts), config=tile), wanted)
-    out = torch.full_like(wanted, 3.0)
-    out[:, 0, 0] = -0.0
-    expected = torch.stack([o + w if c else o for o, w, c in zip(out, wanted, counts, strict=True)])
-    assert grouped.grouped_outer(a, dy, offsets_of(counts), out=out, accumulate=True, config=tile) is out
-    assert_bitwise_equal(out, expected)
 
 
 @in_interpreter
 @pytest.mark.usefixtures("addressable")
-@pytest.mark.parametrize("accumulate", (False, True))
-def test_a_tile_whose_loads_run_ahead_makes_gradients_in_fp32_too(accumulate):
-    """By the other kernel: the one in which they do stores 16 bits, and adds nothing."""
+def test_a_tile_whose_loads_run_ahead_makes_gradients_in_fp32_too():
+    """By the other kernel: the one in which they do stores 16 bits."""
     counts, (a, dy) = (3, 0, 20), (rand(23, cols, dtype=torch.float32, seed=cols) for cols in (24, 40))
     got = []
     for ahead in (False, True):
-        out, tile = torch.ones(3, 24, 40), dataclasses.replace(SMALL[0], ahead=ahead)
-        got.append(grouped.grouped_outer(a, dy, offsets_of(counts), out=out, accumulate=accumulate, config=tile))
+        tile = dataclasses.replace(SMALL[0], ahead=ahead)
+        got.append(grouped.grouped_outer(a, dy, offsets_of(counts), config=tile))
     assert_bitwise_equal(*got)
-    exact = torch.stack([a[s].double().t() @ dy[s].double() for s in slices_of(counts)]) + float(accumulate)
+    exact = torch.stack([a[s].double().t() @ dy[s].double() for s in slices_of(counts)])
     assert (got[1].double() - exact).norm() <= 1e-5 * exact.norm()
 
 
@@ -166,15 +160,15 @@ def test_what_tma_cannot_address_is_left_to_the_other_kernel(monkeypatch):
         grouped.grouped_outer(a, a, offsets_of(counts), config=tile)
 
 
-@pytest.mark.parametrize("out_itemsize, accumulate", ((2, False), (4, False), (4, True)))
-def test_the_rules_give_tiles_that_fit(out_itemsize, accumulate):
+@pytest.mark.parametrize("out_itemsize", (2, 4))
+def test_the_rules_give_tiles_that_fit(out_itemsize):
     for average, experts in itertools.product((1, 16, 17, 64, 65, 128, 129, 500, 769, 5000), (1, 8, 128)):
         found = [
-            (grouped_tma.rows_tile(average * experts, experts, out_itemsize), False),
-            (grouped_tma.outer_tile(512, 768, average * experts, experts, out_itemsize, accumulate), accumulate),
+            grouped_tma.rows_tile(average * experts, experts, out_itemsize),
+            grouped_tma.outer_tile(512, 768, average * experts, experts, out_itemsize),
         ]
-        for tile, adds in found:
-            assert tile is None or grouped_tma.fits(tile, out_itemsize, adds), (average, tile)
+        for tile in found:
+            assert tile is None or grouped_tma.fits(tile, out_itemsize), (average, tile)
     assert not grouped_tma.fits(GroupedTile(128, 256, 64, 8, 5), 2)
     assert not grouped_tma.fits(GroupedTile(128, 256, 64, 4, 3), 2)
 
@@ -223,21 +217,6 @@ def test_bytes_of_the_dense_product(counts, dtype):
     # and what is chosen without a config
     assert_bitwise_equal([grouped.grouped_outer(x, dy, offsets)[e] for e, _ in parts], wanted["wgrad"])
     assert_bitwise_equal([grouped.grouped_matmul(x, weight, offsets)[s] for _, s in parts], wanted["forward"])
-
-
-@on_hopper
-@pytest.mark.parametrize("tile", (GroupedTile(128, 128, 64, 8, 4, ahead=False), None), ids=str)
-def test_gradients_that_are_added_on_a_gpu(tile):
-    counts = COUNTS["around a tile"]
-    x, dy = rand(sum(counts), 264), rand(sum(counts), 520, seed=1)
-    out = rand(len(counts), 264, 520, dtype=torch.float32, seed=2)
-    out[:, 0, 0] = -0.0
-    wanted = torch.stack([
-        dense(x[s].t(), dy[s], out=o.clone(), accumulate=True) if s.start < s.stop else o
-        for o, s in zip(out, slices_of(counts), strict=True)
-    ])  # fmt: skip
-    assert grouped.grouped_outer(x, dy, offsets_of(counts), out=out, accumulate=True, config=tile) is out
-    assert_bitwise_equal(out, wanted)
 
 
 @on_hopper
