@@ -55,24 +55,10 @@ _OTHER = Costs("any other device", gather=20e3, exchange=20e3, latency=50.0, mem
 # 3072 tokens, four H100) this number chooses the map that is measured to be the faster one but where both take as long.
 _OVERLAPPED_GEMMS = 2.2
 
-_override: Costs | None = None
-
-
-def set_costs(costs: Costs | None) -> None:
-    """Sets the costs for owner_map="auto" on every device; None restores the table. Set the same on every rank."""
-    global _override
-    _override = costs
-
-
-def costs_of(device: torch.device | str | None = None) -> Costs:
-    """The costs for a device: those of set_costs, else the table's by the device's name, else conservative ones."""
-    if _override is not None:
-        return _override
-    return _tabulated_costs(device)
-
 
 @cache
-def _tabulated_costs(device: torch.device | str | None) -> Costs:
+def costs_of(device: torch.device | str | None = None) -> Costs:
+    """The costs for a device: the table's by the device's name, else conservative ones."""
     name = device
     if isinstance(device, torch.device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
