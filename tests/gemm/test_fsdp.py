@@ -110,7 +110,7 @@ def garbage_in_freed_memory():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm_weights, "start_weight", start_weight)
-        patch.setattr(gemm_weights, "_memory_of", lambda weight: (weight.untyped_storage()._cdata, weight.shape))
+        patch.setattr(gemm_weights, "memory_of", lambda weight: (weight.untyped_storage()._cdata, weight.shape))
         patch.setattr(FSDPParam, "free_unsharded_param", free_unsharded_param)
         yield
 

@@ -31,7 +31,7 @@ from ..core.layout import Stride, fresh_view
 from ..gemm.gemm_fn import GemmFn, column_sums, gemm, gemm_into
 from ..gemm.owner_maps import ShardedWeight, start_product
 from ..gemm.tokens import shared_tokens
-from ..gemm.weights import weight_cache
+from ..gemm.weights import memory_of, weight_cache
 from .main_grad import MainGrad, is_asked_for
 
 
@@ -149,7 +149,7 @@ class _Linear(torch.autograd.Function):
         if ctx.weight is None or ctx.weight is weight:
             return x, weight
         ctx.tokens = None  # the tokens, too, are gathered from another object than forward's
-        return x, ctx.weight if _memory_of(ctx.weight) == _memory_of(weight) else weight
+        return x, ctx.weight if memory_of(ctx.weight) == memory_of(weight) else weight
 
 
 def _set_context(ctx: Any, weight: Tensor, bias_dtype: torch.dtype | None, call: LinearCall) -> None:
@@ -158,10 +158,6 @@ def _set_context(ctx: Any, weight: Tensor, bias_dtype: torch.dtype | None, call:
     # reference could be dead on one rank and alive on another, and what is gathered goes by the object.
     ctx.weight = weight if weight.grad_fn is None else None
     ctx.tokens = ctx.part_read = None
-
-
-def _memory_of(x: Tensor) -> tuple:
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _needs(ctx: Any) -> tuple[bool, bool, bool]:

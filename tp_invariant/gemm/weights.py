@@ -150,12 +150,12 @@ def _use_of(weight: Tensor, layout: WeightLayout) -> _Use | None:
         return None
     if not isinstance(weight, nn.Parameter) and autocast_dtype(weight.device) is not None:
         return None  # a cast, which has no grad_fn where gradients are off
-    use = _Use((*_memory_of(weight), layout.part, layout.k_dim))
+    use = _Use((*memory_of(weight), layout.part, layout.k_dim))
     use.weight, use.layout = weight.detach(), layout
     return use
 
 
-def _memory_of(weight: Tensor) -> tuple:
+def memory_of(weight: Tensor) -> tuple:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
