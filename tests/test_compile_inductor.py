@@ -161,7 +161,7 @@ def test_a_model():
         assert_bitwise_equal(got, whole)
 
 
-# --- small models, mode off -----------------------------------------------------------------------------------------
+# --- small models ----------------------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):
@@ -222,13 +222,13 @@ def test_rounding_where_several_ranks_would_gather():
 
 
 @needs_compiler
-@pytest.mark.more
-def test_small_models_with_the_mode_off():
-    """The control: TP=2 has other bits than TP=1, and both are right. With the mode on: `test_a_model`."""
+def test_small_models():
+    """With the mode on TP=2 has the bits of TP=1, off it has others, and all are right."""
     (exact,) = small(None, False, (OFF,), torch.float64)
-    whole = run_ranks(small, 1, True, (OFF,))[0]
-    for got in run_ranks(small, 2, True, (OFF,)):
-        assert digest(got[0]) != digest(whole[0])
+    whole = run_ranks(small, 1, True, (ON, OFF))[0]
+    for got in run_ranks(small, 2, True, (ON, OFF)):
+        assert_bitwise_equal(got[0], whole[0])
+        assert digest(got[1]) != digest(whole[1])
         for y, dx, grads in (*got, *whole):
             assert error(y, exact[0]) < 1e-5 and error(dx, exact[1]) < 1e-5
             assert max(error(grads[name], exact[2][name]) for name in grads) < 1e-5
@@ -271,6 +271,7 @@ def train_hugging_face(
 
 
 @needs_compiler
+@pytest.mark.more
 def test_a_hugging_face_layer():
     """Both batches have padding, so that each degree compiles once; `test_a_model` covers attention without padding."""
     pytest.importorskip("transformers")

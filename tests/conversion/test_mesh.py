@@ -188,7 +188,7 @@ def same(layout, expected, **settings):
     ranks = run(layout, **settings)
     for rank, found in enumerate(ranks):
         assert_bitwise_equal(found, {name: expected[name] for name in found}, f"{layout}, {settings}, rank {rank}")
-    assert ranks[0].keys() == expected.keys()
+    assert ranks[0].keys() == {name for name in expected if int(name[-1]) in settings.get("steps", (0, 1))}
 
 
 LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
@@ -199,7 +199,7 @@ def pytest_generate_tests(metafunc):
     """A few of the layouts; all of them with --all-cases."""
     whole = metafunc.config.getoption("--all-cases")
     if metafunc.function is test_own_decoder:
-        metafunc.parametrize("layout", LAYOUTS if whole else LAYOUTS[-2:], ids=str)
+        metafunc.parametrize("layout", LAYOUTS if whole else LAYOUTS[-1:], ids=str)
     elif metafunc.function is test_hugging_face:
         every = itertools.product(("qwen3", "qwen3_moe", "gpt_oss"), [(1, 4, 1), (1, 2, 2), (2, 2, 1)])
         metafunc.parametrize(("kind", "layout"), every if whole else KINDS, ids=str)
@@ -218,7 +218,7 @@ def test_hugging_face(kind, layout):
 @pytest.mark.parametrize("dims", [("dp", "cp"), more(("cp",)), more(("tp",)), ("cp", "tp")], ids=str)
 def test_dims_that_are_missing(dims):
     """Without "tp" parameters are plain tensors."""
-    same((2,) * len(dims), alone(kind="qwen3"), kind="qwen3", dims=dims)
+    same((2,) * len(dims), alone(kind="qwen3"), kind="qwen3", dims=dims, steps=(0,))
 
 
 def test_a_router_that_views_its_input():
@@ -238,20 +238,19 @@ def test_stop_at_one_layout_and_go_on_at_another(tmp_path):
 
 
 def test_verify():
-    same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", verify=True, sp=True)
+    same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", verify=True, sp=True, steps=(0,))
 
 
 def test_bfloat16():
     """Each chunk's gradient is rounded."""
-    for layout in ((1, 4, 1), (2, 1, 2)):
-        options = dict(kind="qwen3", dtype=torch.bfloat16)
-        same(layout, alone(**options), **options)
+    options = dict(kind="qwen3", dtype=torch.bfloat16)
+    same((1, 2, 2), alone(**options), **options)
 
 
 @pytest.mark.parametrize("recompute", [more("reentrant"), "not reentrant"])
 def test_activation_checkpointing(recompute):
     """The positions are given, too."""
-    same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", sp=True, recompute=recompute, positions=True)
+    same((1, 2, 2), alone(kind="qwen3"), kind="qwen3", sp=True, recompute=recompute, positions=True, steps=(0,))
 
 
 @pytest.mark.parametrize("kind", ["own", "qwen3"])

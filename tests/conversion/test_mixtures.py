@@ -43,14 +43,15 @@ def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, 
 
 # (family, degree, options); whole layouts with data parallelism, and more of experts by expert: test_mixture_layouts.py
 CASES: list[tuple[str, int, dict[str, Any]]] = [
-    *((family, 2, {}) for family in ("mixtral", "qwen2_moe")),
+    ("mixtral", 2, {}),
+    more("qwen2_moe", 2, {}),
     *((family, 4, dict(sequence_parallel=True)) for family in FAMILIES),
     ("qwen3_moe", 2, dict(by_expert=True)),
     ("qwen3_moe", 4, dict(dtype=torch.bfloat16)),
     ("deepseek_v3", 8, {}),  # fewer experts than ranks
     ("gpt_oss", 2, dict(mesh=True)),
-    ("deepseek_v2", 2, dict(mesh=True)),
-    ("gpt_oss", 4, dict(dtype=torch.bfloat16)),
+    more("deepseek_v2", 2, dict(mesh=True)),
+    more("gpt_oss", 4, dict(dtype=torch.bfloat16)),
     ("gpt_oss", 2, dict(by_expert=True, sequence_parallel=True)),
 ]
 
@@ -161,7 +162,7 @@ def test_save_pretrained_writes_whole_experts(by_expert, tmp_path):
     assert_bitwise_equal(dict(read.named_parameters()), dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("degree", (2, 4))
+@pytest.mark.parametrize("degree", (more(2), 4))
 def test_the_load_balancing_loss(degree):
     """transformers' own. Its router logits are whole on every rank, also under sequence parallelism."""
 

@@ -12,6 +12,7 @@ from unittest import mock
 import hf_models
 import pytest
 import torch
+from cases import more
 from error_texts import refused
 from meshes import init_device_mesh, mesh_or_group
 from torch import nn
@@ -31,7 +32,7 @@ from peft.utils.save_and_load import _get_tp_info
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-STEPS = {"qwen3": 10, "llama": 4, "phi3": 4, "qwen2_moe": 4, "gpt_oss": 4}
+STEPS = {"qwen3": 4, "llama": 4, "phi3": 4, "qwen2_moe": 4, "gpt_oss": 4}
 
 
 def register(config: LoraConfig) -> LoraConfig:
@@ -118,9 +119,9 @@ def at_one(family: str) -> Any:
         ("qwen3", 4, "mesh", True),
         ("llama", 2, "group", True),
         ("phi3", 2, "mesh", False),
-        ("qwen2_moe", 2, "group", False),
+        more("qwen2_moe", 2, "group", False),
         ("qwen2_moe", 4, "mesh", True),
-        ("gpt_oss", 2, "mesh", False),
+        more("gpt_oss", 2, "mesh", False),
         ("gpt_oss", 4, "group", True),
     ],
 )
@@ -148,7 +149,7 @@ def norm_wise(got: Any, exact: Any) -> float:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_values_are_those_of_peft(family):
-    """Ten steps: nearer to PEFT's in float64 than twice PEFT's in float32, for each kind of result."""
+    """Four steps: nearer to PEFT's in float64 than twice PEFT's in float32, for each kind of result."""
     exact, theirs, ours = plain(family, torch.float64), plain(family, torch.float32), at_one(family)
     assert ours["parameters"].keys() == exact["parameters"].keys()
     for key in ("losses", "norms", "grads", "parameters"):

@@ -18,7 +18,7 @@ from tp_invariant import testing
 from tp_invariant.diagnostics.diff import compare, read_log
 from tp_invariant.testing import assert_bitwise_equal
 
-DEGREES = ((4, 1, "group"), (4, 2, "mesh"))  # ranks, of which data parallel, shards; (2, 1): where a run goes on
+DEGREES = ((2, 1, "group"), (4, 2, "mesh"))  # ranks, of which data parallel, shards
 
 
 def checkpoint_of(tool: str, folder: Path, step: int) -> Any:
@@ -73,15 +73,15 @@ def test_bits_and_every_number_that_is_reported(tool, evaluated, tmp_path):
             assert ours <= max(4 * single, 1e-5), (ours, single)
         assert one["steps"][-1][0] < one["steps"][0][0], "it trains"
         off = [
-            run_case(ranks, tool, tmp_path / f"off {ranks} {dp}", dp=dp, shards="group", mode=False)[0]
-            for ranks, dp in ((1, 1), (4, 2))
+            run_case(ranks, tool, tmp_path / f"off {ranks}", shards="group", mode=False, steps=2)[0] for ranks in (1, 2)
         ]
         assert testing.digest(off[0]["parameters"]) != testing.digest(off[1]["parameters"]), "the control"
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int, str], ...]]] = {
     "autocast and a worker": ({"autocast": True, "workers": 1, "steps": 4}, ((4, 2, "group"),)),
-    "fully_shard": ({"rows": 16, "batch": 1, "steps": 4}, ((4, 2, "fully"), (4, 4, "fully"))),
+    "fully_shard": ({"rows": 16, "batch": 1, "steps": 4}, ((4, 2, "fully"),)),
+    "fully_shard alone": ({"rows": 16, "batch": 1, "steps": 4}, ((4, 4, "fully"),)),
     "what is drawn": ({"rows": 16, "batch": 1, "draws": True, "steps": 4}, ((2, 2, "group"), (2, 2, "fully"))),
     "experts": ({"rows": 16, "batch": 1, "experts": True, "steps": 4}, ((4, 2, "fully"), (2, 2, "group"))),
     "adapters and autocast": (

@@ -122,7 +122,7 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
             return written
 
     given: dict[str, Any] = dict(
-        output_dir=str(folder), max_steps=5, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         num_generations=4, max_completion_length=8, learning_rate=1e-2, logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, bf16=False,
         optim="adamw_torch", log_completions=False, beta=beta,
@@ -153,11 +153,11 @@ def compare(runs: list[Any], one: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo", more("rloo")])
-def test_five_steps_have_the_bits_of_one_process(kind, tmp_path, pytestconfig):
+def test_steps_have_the_bits_of_one_process(kind, tmp_path, pytestconfig):
     """At dp x tp = 2 x 2, by fully_shard, by transformers' engine, by a sampler of another degree; and the mode off."""
     (one,) = run_on(1, kind, tmp_path)
     steps = [log for log in one["logs"] if "loss" in log]
-    assert len(steps) == 5 and {log[DIFFERENCE] for log in steps} == {0.0}
+    assert len(steps) == 3 and {log[DIFFERENCE] for log in steps} == {0.0}
     assert len({log["reward"] for log in steps}) > 1 and any(log["grad_norm"] > 0 for log in steps)
     ways: dict[str, tuple[int, dict[str, Any]]] = {
         "both": (4, dict(dp=2)),

@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import more
 from layer_cases import Case, assert_cases_invariant, check_accuracy, run, run_all
 from ranks import run_ranks
 from torch import nn
@@ -59,7 +60,7 @@ def test_matrix(mode, degree):
     assert_cases_invariant(cases, degree)
 
 
-@pytest.mark.parametrize("degree", (5, 6, 7))
+@pytest.mark.parametrize("degree", (more(5), more(6), 7))
 @pytest.mark.parametrize("mode", MODES)
 def test_other_degrees(mode, degree):
     """Each pair of stride, owner map and inputs; all three together on two ranks in `test_matrix`."""

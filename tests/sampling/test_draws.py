@@ -208,7 +208,7 @@ def test_a_gpu_and_a_cpu_keep_and_draw_the_same_ids():
 
 # --- generate -------------------------------------------------------------------------------------------------------
 
-NEW = 10
+NEW = 6
 PROMPTS = {"a": [5, 9, 30, 7, 8, 2, 44], "b": [11, 4], "c": [60, 61, 62, 63, 3]}
 OPTIONS = dict(temperature=0.9, top_k=60, top_p=0.98)
 BATCHES = [["a", "b", "c"], ["c", "a"], ["b"], ["c", "b", "a"]]
