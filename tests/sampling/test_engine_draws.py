@@ -12,7 +12,7 @@ import tp_invariant as tpi
 from tp_invariant.sampling import KeyedDraws
 from tp_invariant.testing import RankError, assert_bitwise_equal
 
-NEW = 10
+NEW = 6
 PROMPTS = {"a": [5, 9, 30, 7, 8, 2, 44], "b": [11, 4], "c": [60, 61, 62, 63, 3]}
 OPTIONS = dict(temperature=0.9, top_k=60, top_p=0.98)
 
@@ -58,19 +58,18 @@ def written(model, name, **options):
     return [*zip(texts.tolist(), found.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_texts_and_log_probabilities_are_those_of_generate(degree):
+def test_texts_and_log_probabilities_are_those_of_generate():
     with tpi.set_tp_invariant_mode(True):
         model = built()
         a, b, c = (written(model, name)[0] for name in "abc")
         copies = written(model, "b", num_return_sequences=3, do_sample=True, top_k=0)
-        for all_three, two, forks in run_ranks(served, degree):
+        for all_three, two, forks in [*run_ranks(served, 1), *run_ranks(served, 2)]:
             assert_bitwise_equal(all_three, [a, b, c])
             assert_bitwise_equal(two, [c, a])
             assert_bitwise_equal(forks, copies)
     assert len({tuple(text) for text, _ in copies}) == 3
     with tpi.set_tp_invariant_mode(False):  # the control: other log-probabilities
-        assert run_ranks(served, degree)[0][0] != [a, b, c]
+        assert run_ranks(served, 2)[0][0] != [a, b, c]
 
 
 def refused(tp_group):
