@@ -190,7 +190,7 @@ def test_tied_embeddings_that_are_frozen():
         testing.assert_bitwise_equal(found, {name: expected[name] for name in found})
 
 
-CASES = [  # kind, (pp, dp, cp, tp), schedule, sequence_parallel, dtype, chunks; the last seven without --all-cases
+CASES = [  # kind, (pp, dp, cp, tp), schedule, sequence_parallel, dtype, chunks; the last five without --all-cases
     ("qwen3 tied", (1, 1, 1, 4), "GPipe", True, torch.float32, 1),
     ("qwen3 tied", (1, 4, 1, 1), "1F1B", False, torch.float32, 1),
     ("qwen3 tied", (4, 1, 1, 1), "1F1B", False, torch.float32, 1),
@@ -210,10 +210,10 @@ CASES = [  # kind, (pp, dp, cp, tp), schedule, sequence_parallel, dtype, chunks;
     ("qwen3 tied", (2, 1, 1, 2), "interleaved", True, torch.float32, 1),
     ("llama", (2, 2, 1, 2), "interleaved", True, torch.float32, 1),
     ("qwen3 tied", (2, 1, 2, 2), "1F1B", True, torch.bfloat16, 2),
-    ("qwen3 tied", (4, 1, 1, 1), "GPipe", False, torch.bfloat16, 1),
     ("llama", (2, 2, 1, 2), "GPipe", True, torch.float32, 1),
-    ("gemma3", (2, 1, 1, 2), "1F1B", True, torch.float32, 1),
     ("qwen3_moe", (2, 2, 1, 2), "1F1B", True, torch.float32, 1),
+    ("qwen3 tied", (4, 1, 1, 1), "GPipe", False, torch.bfloat16, 1),
+    ("gemma3", (2, 1, 1, 2), "1F1B", True, torch.float32, 1),
     ("qwen3 tied", (2, 1, 2, 2), "interleaved", True, torch.bfloat16, 2),
     ("qwen3_moe", (2, 2, 2, 1), "interleaved", False, torch.float32, 2),
     ("llama", (2, 1, 1, 2), "zero bubble", True, torch.float32, 1),
@@ -235,7 +235,7 @@ def expected():
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cases = CASES if metafunc.config.getoption("--all-cases") else CASES[-7:]
+        cases = CASES if metafunc.config.getoption("--all-cases") else CASES[-5:]
         metafunc.parametrize("case", cases, ids=[" ".join(map(str, case)) for case in cases])
 
 

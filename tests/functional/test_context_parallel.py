@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import ALL, KINDS, attend, naively, plainly, tensors
+from cases import more
 from fuzz_runtime import group_of
 from meshes import init_device_mesh
 from moved_bytes import check_ranks
@@ -44,9 +45,10 @@ def pool():
     run_ranks(lambda group: None, 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("degree", (2, 4))
+@pytest.mark.parametrize(
+    ("degree", "dtype"), ((2, torch.float32), more(2, torch.bfloat16), (4, torch.float32), (4, torch.bfloat16)), ids=str
+)
 def test_bits_are_those_of_one_rank(degree, heads, dtype):
     (of_q, of_k, batch) = HEADS[heads]
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import more
 from gpus import gpu, on_gpus
 from ranks import run_ranks
 from same_as_alone import assert_as_alone, run_all
@@ -228,7 +229,7 @@ def triton_cases() -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("degree", (2, 4, 8))
+@pytest.mark.parametrize("degree", (2, more(4), 8))
 def test_the_triton_kernels_give_the_same_bits_at_every_degree(degree):
     assert_as_alone(run_in_triton, triton_cases(), degree)
 

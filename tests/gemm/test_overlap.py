@@ -77,8 +77,9 @@ OTHER_WAYS = [dict(), dict(keep=3), dict(keep=100), dict(checkpointed=True)]
 def test_same_bits_with_everything_switched_off(sp):
     def on_rank(tp_group):
         want = train(tp_group, sp=sp, on=False)
-        for options in [*OTHER_WAYS, dict(owner_map="rows"), dict(owner_map="cols"), dict(owner_map="replicate")]:
-            assert_bitwise_equal(train(tp_group, sp=sp, **options), want, str(options))
+        for options, owner_map in zip(OTHER_WAYS, ("auto", "rows", "cols", "replicate"), strict=True):
+            got = train(tp_group, sp=sp, owner_map=owner_map, **options)
+            assert_bitwise_equal(got, want, f"{options}, {owner_map}")
         return want
 
     world = 4 if sp else 2

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from cases import more
 from ranks import run_ranks
 
 from tp_invariant.comm import collectives
@@ -39,7 +40,7 @@ def shards(a, b, k_dim, stride, group):
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, more(5), more(6), 7, 8])
 @pytest.mark.parametrize(
     ("tokens", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (5, torch.float32), (16, torch.bfloat16)]
 )

@@ -78,7 +78,7 @@ def on_rank(tp_group: Any, family: str, dtype: torch.dtype, sp: bool) -> tuple[A
 def test_the_bits_of_the_models_own_code_at_every_degree(family, dtype, sp):
     """Of silu, and of gelu by tanh; gate and up as two tensors, and as halves of one."""
     expected = None
-    for degree in (1, 2, 4):
+    for degree in (1, 2):
         for ours, former in run_ranks(on_rank, degree, family, dtype, sp and degree > 1):
             expected = expected or ours
             assert_bitwise_equal(ours, former, f"TP={degree}")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import more
 
 from tp_invariant.kernels import launch, peer_moves
 from tp_invariant.kernels.peer_moves import (
@@ -162,7 +163,7 @@ def expected(xs, blocks, rank, side_by_side):
 
 
 @interpreted
-@pytest.mark.parametrize("size", (2, 3, 4))
+@pytest.mark.parametrize("size", (2, 3, more(4)))
 @pytest.mark.parametrize("exchange", (False, True))
 @pytest.mark.parametrize("side_by_side", (False, True))
 def test_bytes_arrive_where_they_belong(size, exchange, side_by_side):

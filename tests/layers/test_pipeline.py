@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import more
 from meshes import init_device_mesh
 from ranks import run_ranks
 from torch import nn
@@ -143,7 +144,7 @@ def expected():
     return run_ranks(whole, 1)[0]
 
 
-@pytest.mark.parametrize(("schedule", "tp"), [("GPipe", 2), ("1F1B", 1), ("1F1B", 2), ("1F1B", 4)])
+@pytest.mark.parametrize(("schedule", "tp"), [("GPipe", 2), more("1F1B", 1), ("1F1B", 2), more("1F1B", 4)])
 def test_stages_have_the_bits_of_the_whole_model(schedule, tp, expected):
     ranks = run_ranks(staged, RANKS, schedule, tp)
     for rank in ranks:

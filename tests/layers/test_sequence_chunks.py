@@ -143,7 +143,9 @@ def differs(found, expected, *path):
     return tpi.testing.digest(found) != tpi.testing.digest(expected)
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 4, 1), more((1, 2, 1)), more((2, 2, 1)), more((1, 2, 2)), (2, 1, 2), (2, 2, 2)], ids=str
+)
 def test_same_bits_at_every_layout(sizes):
     same(run(sizes), alone(), sizes)
 
@@ -155,8 +157,7 @@ def test_same_bits_at_every_layout(sizes):
 )
 def test_ways_to_compute(options):
     expected = alone(**options)
-    for sizes in ((1, 2, 2), (1, 4, 1)):
-        same(run(sizes, **options), expected, (options, sizes))
+    same(run((1, 2, 2), **options), expected, options)
 
 
 def test_controls():

@@ -127,7 +127,13 @@ def masks(heads):
 
 @pytest.mark.parametrize(
     "kind, mask",
-    [*(("full", mask) for mask in masks(4)), *itertools.product(("window", "softcap"), ("bool", "bias"))],
+    [
+        *(("full", mask) for mask in masks(4)),
+        ("window", "bias"),
+        ("softcap", "bool"),
+        more("window", "bool"),
+        more("softcap", "bias"),
+    ],
 )
 def test_masks(kind, mask):
     """Values, half of the heads, and a decode step that another kernel folds."""
