@@ -95,13 +95,15 @@ def _unpickled_group(name: str, ranks: list[int], rank: int, mesh: DeviceMesh | 
 
 torch.serialization.add_safe_globals([Group, _unpickled_group])
 
-_NOT_A_MEMBER = (
-    "tp_group does not contain this rank (global rank {rank}): make its layers on the ranks of tp_group alone"
-)
+_NOT_A_MEMBER = "{name} does not contain this rank (global rank {rank}): make its layers on the ranks of {name} alone"
 
 
-def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Group:
+def resolve_group(
+    tp_group: dist.ProcessGroup | DeviceMesh | Group | None, name: str = "tp_group", dim: str = "tp"
+) -> Group:
     """The Group for a `tp_group` argument: a ProcessGroup, a 1-D DeviceMesh, or None for TP=1.
+
+    name: the argument's, for errors; dim: what a mesh calls the dim that it should be.
 
     Raises:
         TypeError: anything else.
@@ -114,23 +116,23 @@ def resolve_group(tp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Gr
     if isinstance(tp_group, DeviceMesh):
         if tp_group.ndim != 1:
             raise ValueError(
-                f"tp_group is a {tp_group.ndim}-dimensional DeviceMesh with dims {tp_group.mesh_dim_names}: "
-                'pass one dim of it, for example mesh["tp"]'
+                f"{name} is a {tp_group.ndim}-dimensional DeviceMesh with dims {tp_group.mesh_dim_names}: "
+                f'pass one dim of it, for example mesh["{dim}"]'
             )
         if tp_group.get_coordinate() is None:
-            raise ValueError(_NOT_A_MEMBER.format(rank=dist.get_rank()))
+            raise ValueError(_NOT_A_MEMBER.format(name=name, rank=dist.get_rank()))
         group = tp_group.get_group()
         return Group(group, dist.get_rank(group), dist.get_world_size(group), tp_group)
     # on ranks outside a new group torch returns a placeholder that is not a ProcessGroup
     if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(_NOT_A_MEMBER.format(rank=dist.get_rank()))
+        raise ValueError(_NOT_A_MEMBER.format(name=name, rank=dist.get_rank()))
     if not isinstance(tp_group, dist.ProcessGroup):
         raise TypeError(
-            f"tp_group={tp_group!r} is a {type(tp_group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
+            f"{name}={tp_group!r} is a {type(tp_group).__name__}: pass a ProcessGroup, a 1-D DeviceMesh or None"
         )
     rank = dist.get_rank(tp_group)
     if rank < 0:
-        raise ValueError(_NOT_A_MEMBER.format(rank=dist.get_rank()))
+        raise ValueError(_NOT_A_MEMBER.format(name=name, rank=dist.get_rank()))
     return Group(tp_group, rank, dist.get_world_size(tp_group))
 
 

@@ -51,10 +51,7 @@ def resolve_dp_group(dp_group: dist.ProcessGroup | DeviceMesh | Group | None, na
     """
     if dp_group is None:
         raise TypeError(f"{name}=None: pass the ProcessGroup or 1-D DeviceMesh whose ranks' gradients are to be summed")
-    try:
-        return resolve_group(dp_group)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("tp_group", name).replace('mesh["tp"]', 'mesh["dp"]')) from None
+    return resolve_group(dp_group, name, "dp")
 
 
 def is_cut_by(parameter: Tensor, group: Group) -> bool:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import Group
+from ..comm.collectives import Group, resolve_group
 from ..core.compiled import define, with_derivative
 from ..core.dtensors import refuse_dtensor
 from ..core.elementwise import inside_a_layer
@@ -44,7 +44,7 @@ from .attention_checks import (
     number,
 )
 from .attention_kernels import backward, forward, lengths_of, of_lengths
-from .context_parallel import check_parts, context_attention, of_one_size, resolve_cp_group, share_call_error
+from .context_parallel import check_parts, context_attention, of_one_size, share_call_error
 
 _ALONE = Group(None, 0, 1)
 _MAX_WINDOW = 2**30  # no sequence is longer, and an operator's integers have 64 bits
@@ -116,7 +116,7 @@ def attention(
         RuntimeError: forward-mode derivatives; with cp_group, ranks whose calls differ, the same error on every rank.
     """
     with inside_a_layer():
-        group = _ALONE if cp_group is None else resolve_cp_group(cp_group)
+        group = _ALONE if cp_group is None else resolve_group(cp_group, "cp_group", "cp")
         try:
             for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("mask", mask)):
                 refuse_dtensor(x, name)

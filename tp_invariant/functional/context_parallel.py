@@ -26,13 +26,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.collectives import NOT_LENT, Group, gather_dim, resolve_group, start_exchange_rows
+from ..comm.collectives import NOT_LENT, Group, gather_dim, start_exchange_rows
 from ..consistency.agreement import agreed_in, check_agreement, share_error
 from ..consistency.shards import Part
 from ..core.compiled import as_custom_op
@@ -44,14 +42,6 @@ _TO_RANKS_OF_HEADS = "b s (ranks heads) d -> ranks b s heads d"
 _ALL_TOKENS = "ranks b s heads d -> b heads (ranks s) d"
 _TO_RANKS_OF_TOKENS = "b heads (ranks s) d -> ranks b s heads d"
 _ALL_HEADS = "ranks b s heads d -> b s (ranks heads) d"
-
-
-def resolve_cp_group(cp_group: dist.ProcessGroup | DeviceMesh | Group | None) -> Group:
-    """The Group for a `cp_group` argument: as `resolve_group`."""
-    try:
-        return resolve_group(cp_group)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("tp_group", "cp_group").replace('mesh["tp"]', 'mesh["cp"]')) from None
 
 
 def share_call_error(error: Exception, group: Group, x: Any) -> None:

@@ -172,7 +172,7 @@ def sequence_part(x: Tensor, cp_group: dist.ProcessGroup | DeviceMesh | Group | 
         IndexError: x has no such dim.
         ValueError: the degree does not divide S; x needs a gradient, which `regions.scatter_sequence` completes.
     """
-    group = resolve_group(cp_group)
+    group = resolve_group(cp_group, "cp_group", "cp")
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"dim={dim} is out of range on rank {group.rank} of cp_group: x has {x.dim()} dims")
     if x.requires_grad:

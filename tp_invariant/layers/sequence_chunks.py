@@ -380,7 +380,7 @@ def context_parallel_(
             layers by hand with sequence_parallel where a rank holds several chunks.
         RuntimeError: on every rank: different arguments or weights; nothing was changed.
     """
-    group = resolve_group(cp_group)
+    group = resolve_group(cp_group, "cp_group", "cp")
     sequence = ChunkedSequence(group, sequence_chunks, sequence_dim, type(module).__name__)
     if problems := problems_by_chunk(module, group):
         lines = "\n".join(f"  {problem}" for problem in problems)
