@@ -260,8 +260,8 @@ def test_an_interrupted_forward_leaves_nothing_behind_with_the_mode_off():
 
 Q, KV, MASK = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 6, 8), torch.ones(5, 6, dtype=torch.bool)
 REFUSED = [
-    (dict(enable_gqa=False), ValueError, "with enable_gqa=True a divisor"),
-    (dict(q=Q[0]), ValueError, r"q \(4, 5, 8\), .* must be \[B, heads, S, D\]"),
+    (dict(enable_gqa=False), ValueError, "with enable_gqa=True k a divisor"),
+    (dict(q=Q[0]), ValueError, r"q \(4, 5, 8\), .* must be \[batch, heads, sequence, head size\]"),
     (dict(q=[1.0]), TypeError, "q, k and v are list, Tensor, Tensor"),
     (dict(attn_mask=MASK, is_causal=True), ValueError, "attn_mask and is_causal=True exclude each other"),
     (dict(attn_mask=MASK.long()), TypeError, r"attn_mask is torch\.int64: it must be .*torch\.bool.* or of a floating"),

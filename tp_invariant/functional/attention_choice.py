@@ -23,7 +23,7 @@ from ..core.elementwise import POSITION_DEPENDENT_FUNCTIONS, AroundForward, Arou
 from ..core.mode import is_tp_invariant_mode_enabled
 from ..core.torch_private import forward_pre_hooks_of, function_modes
 from .attention import attention
-from .attention_checks import check_mask, in_autocasts_dtype
+from .attention_checks import check_mask, check_tensors, in_autocasts_dtype
 from .context_parallel import of_own_heads, with_all_tokens
 
 
@@ -61,7 +61,12 @@ def safe_attention(
         TypeError: a dtype that the kernels do not take, a mask of integers.
     """
     q, k, v = in_autocasts_dtype(q, k, v)
-    _check_shapes(q, k, v, enable_gqa)
+    check_tensors(q, k, v)
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"q has {q.shape[1]} heads and k {k.shape[1]}: they must have as many, or with enable_gqa=True k a divisor "
+            "of that"
+        )
     if attn_mask is not None:
         parts = 1 if cp_group is None else cp_group.size
         check_mask(attn_mask, (*q.shape[:2], q.shape[2] * parts, k.shape[2] * parts), q.device, "attn_mask")
@@ -71,17 +76,6 @@ def safe_attention(
     if attn_mask is not None:
         return attention(q, k, v, mask=attn_mask, **options)
     return _without_mask(q, k, v, is_causal, **options)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    fit = q.dim() == k.dim() == v.dim() == 4 and k.shape[:-1] == v.shape[:-1]
-    fit = fit and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
-    fit = fit and 0 not in (k.shape[1], k.shape[-1], v.shape[-1])
-    if not fit or q.shape[1] % k.shape[1] or (q.shape[1] != k.shape[1] and not enable_gqa):
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: they must be [B, heads, S, D], "
-            "k and v with as many heads as q, or with enable_gqa=True a divisor of that; no head size may be 0"
-        )
 
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> Tensor:
