@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..core.elementwise import inside_a_layer
+from ..kernels.dtypes import DTYPES
 from ..kernels.select import select
 from .log_probs import log_softmax
 
 Request = str | int
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def request_key(seed: int, request: Request, copy: int = 0) -> int:
@@ -146,8 +146,8 @@ class Draws:
 
     def _scores(self, logits: Tensor) -> Tensor:
         """fp32 [R, V], without -0.0."""
-        if logits.dtype not in _DTYPES:
-            raise TypeError(f"logits are {logits.dtype}: they must be one of {', '.join(map(str, _DTYPES))}")
+        if logits.dtype not in DTYPES:
+            raise TypeError(f"logits are {logits.dtype}: they must be one of {', '.join(map(str, DTYPES))}")
         if logits.dim() != 2 or not logits.shape[1]:
             raise ValueError(f"logits have shape {tuple(logits.shape)}: it must be [R, V]")
         x = logits.float()
