@@ -282,6 +282,19 @@ def test_torchs_state_dicts_and_checkpoints(tmp_path):
 # --- fully_shard over data parallel ranks -----------------------------------------------------------------------------
 
 
+def two_steps(model):
+    """(the optimizer, gradients and norms of two steps and the parameters after them)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for i in range(2):  # the same tokens on all data parallel ranks: their mean is exact
+        torch.manual_seed(i)
+        optimizer.zero_grad()
+        model(torch.randint(30, (12,))).square().sum().backward()
+        results.append((testing.full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    return optimizer, [*results, testing.full_parameters(model)]
+
+
 def fully_sharded(tp_group, sizes, folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
@@ -315,15 +328,7 @@ def fully_sharded(tp_group, sizes, folder):
         {name: full[name] for name in start if name != "head.weight"},
         {name: value for name, value in start.items() if name != "head.weight"},
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    results = []
-    for i in range(2):  # the same tokens on all data parallel ranks: their mean is exact
-        torch.manual_seed(i)
-        optimizer.zero_grad()
-        model(torch.randint(30, (12,))).square().sum().backward()
-        results.append((testing.full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-    results.append(testing.full_parameters(model))
+    optimizer, results = two_steps(model)
     found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, tensor in found.items():
         full = results[-1].get(name)
@@ -341,15 +346,7 @@ def alone(tp_group, folder):
 
     tp = mesh_or_group(tp_group, "mesh")
     model = Model(tp, 0, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    results = []
-    for i in range(2):
-        torch.manual_seed(i)
-        optimizer.zero_grad()
-        model(torch.randint(30, (12,))).square().sum().backward()
-        results.append((testing.full_grads(model), tpi.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-    results.append(testing.full_parameters(model))
+    optimizer, results = two_steps(model)
     if folder is not None:
         other = Model(tp, 1, bias=False)
         other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
