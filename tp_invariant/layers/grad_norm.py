@@ -247,7 +247,6 @@ class ClipCall:
         self.device = everything[0].device if everything else torch.device("cpu")
         groups = [] if given is None else [given]
         seen: set[int] = set()
-        meshes: dict[DeviceMesh, OnMesh] = {}
         for index, p in zip(numbers or range(len(everything)), everything, strict=True):
             if id(p) in seen:
                 continue
@@ -265,12 +264,12 @@ class ClipCall:
                     groups.append(carried)
                 over = _sharded_over(p, index, carried, given)
                 if leave_out is not None:
-                    _check_grad(HeldGradient.of(p, index, over, meshes), given, SINGLE_RANK.rank)
+                    _check_grad(HeldGradient.of(p, index, over), given, SINGLE_RANK.rank)
             except (TypeError, ValueError, RuntimeError) as error:
                 if leave_out is not None:
                     continue
                 self.error = self.error or error
-            self.held.append(HeldGradient.of(p, index, over, meshes))
+            self.held.append(HeldGradient.of(p, index, over))
         self.maximal_groups = maximal_groups(groups)
         self.rank = (given or next(iter(self.maximal_groups), SINGLE_RANK)).rank
         self.with_grad = [held for held in self.held if held.grad is not None and not held.is_empty]

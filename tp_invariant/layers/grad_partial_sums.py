@@ -27,7 +27,6 @@ from ..kernels.select import select
 from .parameters import stride_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -95,13 +94,12 @@ class HeldGradient(NamedTuple):
     layout: MeshLayout | None
 
     @classmethod
-    def of(cls, p: Tensor, number: int, over: Group, meshes: dict[DeviceMesh, OnMesh]) -> HeldGradient:
-        """meshes: those seen so far, to which the gradient's is added: `on_mesh` takes the host long."""
+    def of(cls, p: Tensor, number: int, over: Group) -> HeldGradient:
         grad, layout = p.grad, None
         if grad is not None and is_dtensor(grad):
             # what is not on this rank, or is Partial, is refused later
             stride = max(getattr(placement, "split_factor", 1) for placement in grad.placements)
-            mesh = meshes.get(grad.device_mesh) or meshes.setdefault(grad.device_mesh, on_mesh(grad.device_mesh))
+            mesh = on_mesh(grad.device_mesh)
             layout = MeshLayout(mesh, mesh_shards(grad, mesh), stride, str(grad.placements))
         return cls(p, number, label_of(p, number), over, grad, None if grad is None else local_part(grad), layout)
 
