@@ -7,7 +7,15 @@ import torch
 
 import tp_invariant as tpi
 from tp_invariant.core.layout import shard
-from tp_invariant.gemm import RankMajor, bundled, bundled_gemm_fn, column_sums, gemm, gemm_rank_major, resolve_gemm_fn
+from tp_invariant.gemm.gemm_fn import (
+    RankMajor,
+    bundled,
+    bundled_gemm_fn,
+    column_sums,
+    gemm,
+    gemm_rank_major,
+    resolve_gemm_fn,
+)
 from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal
 

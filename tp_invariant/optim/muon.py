@@ -32,7 +32,7 @@ from ..core.dtensors import is_dtensor, local_of
 from ..core.graph_breaks import outside_of_graphs
 from ..core.layout import Stride, piece_sizes, shard, unshard
 from ..core.mode import is_tp_invariant_mode_enabled
-from ..gemm import GemmFn, check_signature, gemm, gemm_fn_name
+from ..gemm.gemm_fn import GemmFn, check_signature, gemm, gemm_fn_name
 from ..kernels.select import select
 from ..layers.grad_norm import ClipCall
 from ..layers.grad_partial_sums import SINGLE_RANK, HeldGradient, local_part, mesh_shards, partition_dim_of

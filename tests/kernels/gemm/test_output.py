@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tp_invariant import gemm as gemm_module
 from tp_invariant.core.identity import identify
-from tp_invariant.gemm import RankMajor, bundled, gemm, gemm_into, gemm_rank_major
+from tp_invariant.gemm.gemm_fn import RankMajor, bundled, gemm, gemm_into, gemm_rank_major
 from tp_invariant.kernels.gemm import matmul as triton_module
 from tp_invariant.kernels.gemm import matmul_tma, reference, tensor_core
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, Product, fits_tma, promoted_block_k, tma_configs
