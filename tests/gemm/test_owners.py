@@ -13,7 +13,8 @@ from tp_invariant.comm.collectives import Group, resolve_group
 from tp_invariant.core.layout import shard, split_sizes
 from tp_invariant.gemm import gemm, owner_maps
 from tp_invariant.gemm.cost_model import Problem, choose, costs_of
-from tp_invariant.gemm.owner_maps import OWNER_MAPS, ShardedWeight, check_owner_map, sharded_product
+from tp_invariant.gemm.owner_maps import OWNER_MAPS, ShardedWeight, check_owner_map, start_product
+from tp_invariant.gemm.weights import weight_cache
 from tp_invariant.testing import assert_bitwise_equal, wide_randn
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -57,14 +58,14 @@ def test_products_are_those_of_one_rank(world, tokens, dtype):
             for owner_map, scatter in itertools.product(OWNER_MAPS, (False, True)):
                 # half of all cases each: with another number of ranks, dim or stride, the other half
                 with_bias = (world + k_dim + stride + scatter) % 2 == 0
-                got = sharded_product(
+                got = start_product(
                     a_shard,
                     weight,
                     bias=bias if with_bias else None,
                     scatter_rows=scatter,
                     owner_map=owner_map,
                     gemm_fn=None,
-                )
+                )()
                 expected = whole[with_bias]
                 if scatter:
                     expected = expected.split(sizes)[group.rank] if tokens else expected
@@ -110,7 +111,7 @@ def test_every_rank_computes_only_its_share(owner_map):
 
         a, b, _ = problem(6, 9, 24, torch.float32)
         a_shard, weight = shards(a, b, 1, 1, group)
-        sharded_product(a_shard, weight, scatter_rows=False, owner_map=owner_map, gemm_fn=spy)
+        start_product(a_shard, weight, scatter_rows=False, owner_map=owner_map, gemm_fn=spy)()
         return shapes
 
     expected = [[(2, 24, 9)]] * 3 if owner_map == "rows" else [[(6, 24, 3)]] * 3
@@ -157,14 +158,14 @@ def test_prefetch_through_collectives():
         for owner_map, change in itertools.product(("rows", "cols", "replicate"), (False, True)):
             a_shard, weight = shards(a, b, 1, 1, group)
             weight.prefetch(owner_map)
-            cached = [weight.is_cached(m) for m in ("rows", "cols")]
+            cached = weight_cache.holds(weight.local, weight.layout("rows"), weight.layout("cols"))
             assert cached == ([False, True] if owner_map == "cols" else [True, False])
             if change:
                 weight.local.mul_(2)
             before = len(traced)
-            outputs.append(sharded_product(a_shard, weight, scatter_rows=False, owner_map=owner_map, gemm_fn=None))
+            outputs.append(start_product(a_shard, weight, scatter_rows=False, owner_map=owner_map, gemm_fn=None)())
             counts.append(len(traced) - before)
-            assert not weight.is_cached(owner_map)
+            assert weight_cache.holds(weight.local, weight.layout(owner_map)) == [False]
         return counts, outputs
 
     traced = []

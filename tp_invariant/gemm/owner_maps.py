@@ -77,9 +77,6 @@ class ShardedWeight(NamedTuple):
         """Starts gathering what `owner_map` will need of this weight."""
         weight_cache.prefetch(self.local, self.layout(owner_map))
 
-    def is_cached(self, owner_map: str) -> bool:
-        return weight_cache.holds(self.local, self.layout(owner_map))[0]
-
     def start(self, owner_map: str) -> Pending:
         """Starts gathering B, for `cols` only this rank's columns, with all of K; `wait` returns it."""
         return weight_cache.take(self.local, self.layout(owner_map), grad=self.grad)
@@ -235,28 +232,15 @@ def start_product(
     gemm_fn: GemmFn | None,
     overlapped: bool = False,
 ) -> Callable[[], Tensor]:
-    """`sharded_product` in two steps: the first communication starts now, and the returned function does the rest.
+    """C = A B + bias for A and B sharded along K, bit for bit what one rank with all of K computes.
 
-    overlapped: whether something else is computed between the two.
+    The first communication starts now; the returned function does the rest and returns C [T, N], or with scatter_rows
+    only this rank's rows of it, from rank * T / P on (T divisible by P).
+
+    a_shard [T, K/P]; weight's local [N, K/P] or [K/P, N]; bias [N], replicated on every rank. overlapped: whether
+    something else is computed between the two.
     """
     if weight.group.size == 1:
         return lambda: gemm(gemm_fn, a_shard, weight.local if weight.k_dim == 0 else weight.local.t(), bias=bias)
     product = Product(a_shard, weight, bias, scatter_rows, gemm_fn, overlapped)
     return _MAPS[resolve_owner_map(owner_map, a_shard, weight, scatter_rows, overlapped)](product)
-
-
-def sharded_product(
-    a_shard: Tensor,
-    weight: ShardedWeight,
-    *,
-    bias: Tensor | None = None,
-    scatter_rows: bool,
-    owner_map: str,
-    gemm_fn: GemmFn | None,
-) -> Tensor:
-    """C = A B + bias for A and B sharded along K, bit for bit what one rank with all of K computes.
-
-    a_shard [T, K/P]; weight's local [N, K/P] or [K/P, N]; bias [N], replicated on every rank.
-    Returns [T, N]; with scatter_rows only this rank's rows, from rank * T / P on (T divisible by P).
-    """
-    return start_product(a_shard, weight, bias=bias, scatter_rows=scatter_rows, owner_map=owner_map, gemm_fn=gemm_fn)()
