@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tp_invariant import gemm as gemm_module
 from tp_invariant.core.identity import identify
-from tp_invariant.gemm.gemm_fn import RankMajor, bundled, gemm, gemm_into, gemm_rank_major
+from tp_invariant.gemm.gemm_fn import RankMajor, bundled, check_dtype, gemm, gemm_into, gemm_rank_major
 from tp_invariant.kernels.gemm import matmul as triton_module
 from tp_invariant.kernels.gemm import matmul_tma, reference, tensor_core
 from tp_invariant.kernels.gemm.matmul_configs import MatmulConfig, Product, fits_tma, promoted_block_k, tma_configs
@@ -354,4 +353,4 @@ def test_bundled_checks_its_arguments_and_names_itself():
     assert identify(bundled(promote_every=512)) == identify(bundled(promote_every=512))
     assert identify(bundled(promote_every=512)) != identify(bundled(promote_every=256))
     with pytest.raises(TypeError, match=r"x is torch\.float64: the bundled kernels take"):
-        gemm_module.check_dtype(bundled(promote_every=512), torch.zeros(1, dtype=torch.float64), "x")
+        check_dtype(bundled(promote_every=512), torch.zeros(1, dtype=torch.float64), "x")
