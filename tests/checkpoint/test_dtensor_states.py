@@ -274,9 +274,8 @@ def test_torchs_state_dicts_and_checkpoints(tmp_path):
         for result in run_ranks(torchs_state, size, "mesh", str(folder)):
             expected = expected or result
             testing.assert_bitwise_equal(result, expected)
-        for other in {1, 2, 4} - {size}:
-            for result in run_ranks(from_dcp, other, "mesh", str(folder)):
-                testing.assert_bitwise_equal(result, expected)
+        for result in run_ranks(from_dcp, {1: 2, 2: 4, 4: 1}[size], "mesh", str(folder)):
+            testing.assert_bitwise_equal(result, expected)
 
 
 # --- fully_shard over data parallel ranks -----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tp_invariant.examples import swap_linear
 from tp_invariant.kernels.gemm import reference
 from tp_invariant.testing import assert_bitwise_equal
 
-STEPS = {"qwen3": 4}  # of others 2; every second one with padding
+STEPS = 2  # the second one with padding
 # (family, degree, sequence_parallel)
 CASES = [
     *((family, 4, True) for family in hf_models.FAMILIES),
@@ -42,9 +42,8 @@ def train_on_rank(tp_group, family, dtype, sequence_parallel, mode, steps):
 
 
 @functools.cache
-def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, steps: int | None = None) -> Any:
+def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, steps: int = STEPS) -> Any:
     """At TP=1, once for all degrees."""
-    steps = steps or STEPS.get(family, 2)
     return run_ranks(train_on_rank, 1, family, dtype, False, mode, steps)[0]
 
 
@@ -54,7 +53,7 @@ def trained(family: str, dtype: torch.dtype = torch.float32, mode: bool = True, 
 @pytest.mark.parametrize("family, degree, sp", CASES, ids=str)
 def test_training_has_the_same_bits_at_every_degree(family, degree, sp):
     expected = trained(family)
-    results = run_ranks(train_on_rank, degree, family, torch.float32, sp, True, STEPS.get(family, 2))
+    results = run_ranks(train_on_rank, degree, family, torch.float32, sp, True, STEPS)
     assert len(results) == degree
     for rank, got in enumerate(results):
         assert_bitwise_equal(got, expected, f"{family} on rank {rank} of {degree}, SP {sp}")
@@ -84,21 +83,7 @@ def test_with_the_mode_off_the_bits_depend_on_the_degree(family):
 
 @pytest.mark.parametrize("family", sorted(hf_models.FAMILIES))
 def test_near_the_model_itself(family):
-    """The error against the model in float64 is at most twice that of the model in float32."""
-    ours = trained(family)
-    exact, theirs = (untouched(family, dtype) for dtype in (torch.float64, torch.float32))
-    floor = 16 * torch.finfo(torch.float32).eps
-    for name, value in exact.items():
-        got = ours["logits"] if name == "logits" else ours["grads"][name]
-        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
-        assert errors[0] <= max(2 * errors[1], floor), (name, errors)
-
-
-def untouched(family: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    model = hf_models.build(family, dtype)
-    output = model(**hf_models.batch(0))
-    output.loss.backward()
-    return {"logits": output.logits.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+    hf_models.assert_near_the_model_itself(trained(family), family, 16 * torch.finfo(torch.float32).eps)
 
 
 def test_threads_do_not_count():

@@ -80,21 +80,7 @@ def test_with_the_mode_off_the_bits_depend_on_the_degree(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_near_the_model_itself(family):
-    """The error against the model in float64 is at most twice that of the model in float32."""
-    ours = trained(family)
-    exact, theirs = (untouched(family, dtype) for dtype in (torch.float64, torch.float32))
-    for name, value in exact.items():
-        got = ours["logits"] if name == "logits" else ours["grads"][name]
-        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
-        assert errors[0] <= max(2 * errors[1], 4e-6), (name, errors)
-
-
-def untouched(family, dtype):
-    model = hf_models.build(family, dtype)
-    model.config._experts_implementation = "eager"
-    output = model(**hf_models.batch(0))
-    output.loss.backward()
-    return {"logits": output.logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    hf_models.assert_near_the_model_itself(trained(family), family, 4e-6)
 
 
 def with_equal_scores(tp_group, slots):

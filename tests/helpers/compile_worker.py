@@ -224,7 +224,7 @@ def clipping(dtype: torch.dtype) -> None:
 def attend(
     own_kernel: bool, head_dim: int, queries: int, *, packed: bool = False, dropped: bool = False,
     paged: bool = False, with_sinks: bool = False, mask_dtype: torch.dtype | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, backward: bool = True,
 ) -> None:  # fmt: skip
     """The forward and, unless it is a step of decoding, the backward. packed: with a window as well; dropped, paged:
     keys of a cache, forward alone."""
@@ -245,13 +245,13 @@ def attend(
         mock.patch.object(attention, "can_overlap", lambda index: own_kernel),
     ):
         out, lse = attention.forward(q, k, v, spec, lengths, sinks, mask)
-        if queries > 1 and not dropped and not paged:
+        if backward and queries > 1 and not dropped and not paged:
             learned = mask is not None and mask.dtype != torch.bool
             attention_backward.backward(out, q, k, v, out, lse, spec, lengths, None, mask, learned)
 
 
 def attentions(every: bool) -> None:
-    attend(False, 128, 100, mask_dtype=torch.bool)
+    attend(False, 128, 100, mask_dtype=torch.bool, backward=every)
     attend(False, 128, 100, mask_dtype=torch.bfloat16, with_sinks=True)
     attend(True, 64, 100, packed=True)
     attend(True, 128, 1)

@@ -160,3 +160,31 @@ def train(model: Any, tp_group: Any, steps: int) -> dict[str, Any]:
         results[f"loss {step}"], results[f"norm {step}"] = output.loss.detach(), norm
     results["parameters"] = tpi.testing.full_parameters(model)
     return results
+
+
+def tokenizer() -> Any:
+    """Each token is a word: its number."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {str(number): number for number in range(VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
+
+
+def assert_near_the_model_itself(ours: dict[str, Any], family: str, floor: float) -> None:
+    """The error against the model in float64 is at most twice that of the model in float32."""
+    exact, theirs = (_untouched(family, dtype) for dtype in (torch.float64, torch.float32))
+    for name, value in exact.items():
+        got = ours["logits"] if name == "logits" else ours["grads"][name]
+        errors = [float((x.double() - value).norm() / value.norm()) for x in (got, theirs[name])]
+        assert errors[0] <= max(2 * errors[1], floor), (name, errors)
+
+
+def _untouched(family: str, dtype: torch.dtype) -> dict[str, Any]:
+    model = build(family, dtype)
+    model.config._experts_implementation = "eager"
+    output = model(**batch(0))
+    output.loss.backward()
+    return {"logits": output.logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}

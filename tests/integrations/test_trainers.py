@@ -115,20 +115,24 @@ def test_variants(tool, variant, tmp_path):
 
 
 @pytest.mark.parametrize("tool", ["trainer", more("accelerate"), more("lightning")])
-def test_a_run_goes_on_at_another_degree(tool, tmp_path):
-    """From inside of the second epoch, at 1, 2 x 2 and with fully_shard, to these and TP=2."""
+def test_a_run_goes_on_at_another_degree(tool, tmp_path, pytestconfig):
+    """From inside of the second epoch: from one process and from fully_shard, to 2 x 2 and TP=2; with --all-cases from
+    2 x 2 to fully_shard, too."""
     pytest.importorskip("transformers", minversion="5.17", reason="the Trainer refuses older versions")
     options: dict[str, Any] = {"rows": 12, "batch": 1}
     kinds = {"one": (1, 1, "group"), "four": (4, 2, "group"), "fully": (2, 2, "fully"), "two": (2, 1, "mesh")}
+    legs = [("one", "four"), ("fully", "two")]
+    if pytestconfig.getoption("--all-cases"):
+        legs.append(("four", "fully"))
     whole = {
         name: run_case(kinds[name][0], tool, tmp_path / name, dp=kinds[name][1], shards=kinds[name][2], **options)[0]
-        for name in ("one", "four", "fully")
+        for name in {first: None for first, _ in legs}
     }
     (rest,) = run_case(1, tool, tmp_path / "rest", shards="group", resume=str(tmp_path / "one"), **options)
     if tool != "lightning":  # with which batches its runs go on is up to Lightning
         assert rest["steps"] == whole["one"]["steps"][-len(rest["steps"]) :]
         assert_bitwise_equal(rest["parameters"], whole["one"]["parameters"])
-    for first, then in (("one", "four"), ("four", "fully"), ("fully", "two")):
+    for first, then in legs:
         ranks, dp, shards = kinds[then]
         resumed = dict(dp=dp, shards=shards, resume=str(tmp_path / first))
         for got in run_case(ranks, tool, tmp_path / f"{first} {then}", **resumed, **options):

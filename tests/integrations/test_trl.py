@@ -23,16 +23,6 @@ from tp_invariant.testing import assert_bitwise_equal
 pytest.importorskip("trl", reason="the extra tp-invariant[trl] is not installed")
 
 
-def tokenizer() -> Any:
-    """Each token is a word: its number."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {str(number): number for number in range(hf_models.VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
-
-
 def examples(kind: str, count: int = 16) -> Any:
     """Of lengths that differ."""
     from datasets import Dataset
@@ -104,7 +94,7 @@ def trained(
         with mock.patch.dict(os.environ, CI="1"), tpi.set_tp_invariant_mode(mode):  # CI: TRL reports no use of it
             trainer = trainer_class(
                 model, args=config(**{**given, **options}), train_dataset=examples(kind), callbacks=[Record()],
-                eval_dataset=examples(kind, 3), processing_class=tokenizer(), **groups, **reference,
+                eval_dataset=examples(kind, 3), processing_class=hf_models.tokenizer(), **groups, **reference,
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
             parameters = testing.full_parameters(trainer.model) if library else {}

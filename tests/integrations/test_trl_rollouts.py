@@ -28,16 +28,6 @@ ENGINE = dict(
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 
-def tokenizer() -> Any:
-    """Each token is a word: its number."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {str(number): number for number in range(hf_models.VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2")
-
-
 def prompts(count: int = 8) -> Any:
     """Of lengths that differ."""
     from datasets import Dataset
@@ -131,7 +121,7 @@ def trained(tp_group: Any, kind: str, folder: Path, options: dict[str, Any]) -> 
         with mock.patch.dict(os.environ, CI="1"), tpi.set_tp_invariant_mode(mode):  # CI: TRL reports no use of it
             trainer = Recorder(
                 model, reward_funcs=reward, args=config(**{**given, **options}), train_dataset=prompts(),
-                eval_dataset=prompts(2), callbacks=[Record()], processing_class=tokenizer(), **others,
+                eval_dataset=prompts(2), callbacks=[Record()], processing_class=hf_models.tokenizer(), **others,
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
             parameters = {} if theirs else testing.full_parameters(trainer.model)

@@ -228,8 +228,6 @@ def test_the_values_are_right():
 
 # --- what cannot be served ------------------------------------------------------------------------------------------
 
-STRIDED = _StridedShard(0, split_factor=2)
-
 
 @pytest.mark.parametrize(
     ("make", "told"),
