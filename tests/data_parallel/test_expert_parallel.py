@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from error_texts import error_text
 from meshes import init_device_mesh, replica_groups
-from models import ExpertNet
+from models import ExpertNet, gemm_in_order
 from ranks import run_ranks
 from same_as_alone import assert_as_alone
 from torch import Tensor, nn
@@ -74,20 +74,12 @@ def make(case: Case, tp_group: Any, ep_group: Any) -> ExpertNet:
     if case.sequence_dim is not None:
         shared |= dict(sequence_parallel=True, sequence_dim=case.sequence_dim)
     mixture = dict(bias=case.bias, transposed=case.transposed, expert_parallel_group=ep_group)
-    mixture["gemm_fn"] = in_order if case.own_gemm else None
+    mixture["gemm_fn"] = gemm_in_order if case.own_gemm else None
     model = ExpertNet(HIDDEN, INNER, EXPERTS, mixture, **shared)
     if case.routed != "random":
         with torch.no_grad():  # all tokens to experts 0 and 1, or ties between all
             local_of(model.mixture.gate.weight).zero_()
     return model
-
-
-def in_order(a, b, *, bias=None, out_dtype=None):
-    """A gemm_fn of a user's: k in order, one rank-1 update after another."""
-    c = torch.zeros(a.shape[0], b.shape[1])
-    for k in range(a.shape[1]):
-        c = c + a[:, k, None].float() * b[None, k].float()
-    return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
 
 
 def tokens(step: int, micro_batch: int, case: Case) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import tp_invariant as tpi
@@ -46,3 +47,11 @@ def tree_sum(summands: Any) -> Any:
         return summands[0]
     left = 1 << (len(summands) - 1).bit_length() - 1
     return tree_sum(summands[:left]) + tree_sum(summands[left:])
+
+
+def gemm_in_order(a, b, *, bias=None, out_dtype=None):
+    """A gemm_fn of a user's: k in order, one rank-1 update after another."""
+    c = torch.zeros(a.shape[0], b.shape[1])
+    for k in range(a.shape[1]):
+        c = c + a[:, k, None].float() * b[None, k].float()
+    return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)

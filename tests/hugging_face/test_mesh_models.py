@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import more
+from error_texts import refused
 from meshes import init_device_mesh
 from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -161,12 +162,6 @@ def test_save_pretrained_after_fully_shard(tmp_path):
         assert_bitwise_equal(full, dict(plain.state_dict()))
     plain.save_pretrained(tmp_path / "plain")
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "plain")
-
-
-def refused(kind, call) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def saved_on_rank_0(group, folder):

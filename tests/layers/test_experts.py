@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshes import mesh_or_group
+from models import gemm_in_order
 from ranks import run_ranks
 from same_as_alone import assert_as_alone
 from torch import Tensor
@@ -45,14 +46,6 @@ class Case:
         return dataclasses.replace(self, **changes)
 
 
-def blockwise_gemm(a, b, *, bias=None, out_dtype=None):
-    """A gemm_fn of a user's: k in order, one rank-1 update after another."""
-    c = torch.zeros(a.shape[0], b.shape[1])
-    for k in range(a.shape[1]):
-        c = c + a[:, k, None].float() * b[None, k].float()
-    return (c if bias is None else c + bias.float()).to(out_dtype or a.dtype)
-
-
 def clamped(h: Tensor) -> Tensor:
     """gpt-oss's, as a function of a user's."""
     gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
@@ -78,7 +71,7 @@ def build(case: Case, tp_group: Any) -> tpi.Experts:
         expert_parallel_group=(ONE_RANK if tp_group is None else tp_group) if case.by_expert else None,
         sequence_parallel=case.sequence_parallel,
         sequence_dim=case.sequence_dim,
-        gemm_fn=blockwise_gemm if case.own_gemm else None,
+        gemm_fn=gemm_in_order if case.own_gemm else None,
         dtype=case.dtype,
         **layout,
     )
