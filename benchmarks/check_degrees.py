@@ -5,8 +5,9 @@
     python benchmarks/check_degrees.py --preset qwen3-tiny --tokens 64 --layouts 1x1 1x2 1x4 2x2   # on CPUs
 
 A layout DPxTP has DP data-parallel replicas of TP ranks each, with sequence parallelism; every layout takes the same
-micro-batches of random tokens. The control is one step with the mode off in each layout: there digests must differ. The
-last line is `one digest in N layouts: HEX`; else the exit status is 1. Needs transformers: pip install
+micro-batches of random tokens. Each layout also takes one step with the mode off. That is the control, in which each TP
+degree must have a digest of its own, and the norm of the first step's gradients must be that of the mode on within 1%.
+The last line is `one digest in N layouts: HEX`; else the exit status is 1. Needs transformers: pip install
 'tp_invariant[hf]'.
 """
 
@@ -29,7 +30,7 @@ MICRO_BATCHES = 4
 
 
 def train(world: Any, dp: int, tp: int, options: argparse.Namespace, mode: bool) -> tuple[str, float, float]:
-    """The digest of norms and whole parameters, the loss of this rank's last micro-batch, the seconds of all steps."""
+    """The digest of norms and whole parameters, the first step's norm, the seconds of all steps."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {**SIZES[options.preset], "num_hidden_layers": options.layers, "use_cache": False}
@@ -42,7 +43,7 @@ def train(world: Any, dp: int, tp: int, options: argparse.Namespace, mode: bool)
         model = tpi.parallelize(model, mesh=mesh, sequence_parallel=tp > 1)
         tree = tpi.data_parallel.MicroBatchTree(model.parameters(), mesh=mesh, micro_batches=MICRO_BATCHES)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        count, seen, last, began = options.tokens // MICRO_BATCHES, [], math.nan, time.perf_counter()
+        count, seen, began = options.tokens // MICRO_BATCHES, list[Any](), time.perf_counter()
         for step in range(options.steps if mode else 1):
             for number in tree.share:
                 generator = torch.Generator("cpu").manual_seed(step * MICRO_BATCHES + number)
@@ -51,13 +52,13 @@ def train(world: Any, dp: int, tp: int, options: argparse.Namespace, mode: bool)
                 loss = tpi.vocab_parallel_cross_entropy(logits, ids, tp_group=mesh["tp"], reduction="none").sum()
                 loss.backward()
                 tree.add(count=count)
-                last = loss.item() / count
             tree.reduce()
             seen.append(tpi.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()
             optimizer.zero_grad()
+        first = seen[0].item()
         seconds = time.perf_counter() - began
-        return digest([seen, tpi.full_state_dict(model)]), last, seconds
+        return digest([seen, tpi.full_state_dict(model)]), first, seconds
 
 
 def main() -> int:
@@ -71,19 +72,21 @@ def main() -> int:
     options = parser.parse_args()
     options.device = "cuda" if gpu_ranks() else "cpu"
     layouts = [tuple(map(int, text.split("x"))) for text in options.layouts]
-    digests: dict[bool, list[str]] = {True: [], False: []}
+    digests: dict[bool, set[str]] = {True: set(), False: set()}
+    norms = []
     for dp, tp in sorted(layouts, key=math.prod):  # a pool of ranks grows, and a mesh is of all of them
         for mode, found in digests.items():
             ranks = run_ranks(train, dp * tp, dp, tp, options, mode, device=options.device, timeout=1800)
-            found += {rank[0] for rank in ranks}  # more than one where ranks differ
+            found |= {rank[0] for rank in ranks}  # more than one where ranks differ
+            norms.append(ranks[0][1])
             print(
-                f"mode {'on ' if mode else 'off'} dp{dp} tp{tp}  digest {ranks[0][0][:16]}  loss {ranks[0][1]:.6f}  "
+                f"mode {'on ' if mode else 'off'} dp{dp} tp{tp}  digest {ranks[0][0][:16]}  norm {ranks[0][1]:.6f}  "
                 f"{ranks[0][2]:.0f} s",
                 flush=True,
             )
-    on, off = (set(found) for found in digests.values())
-    if len(on) > 1 or (len(layouts) > 1 and len(off) == 1):
-        print(f"{len(on)} digests with the mode on and {len(off)} with the mode off")
+    on, off, degrees = digests[True], digests[False], len({tp for _, tp in layouts})
+    if len(on) > 1 or len(off) < degrees or max(norms) > 1.01 * min(norms):
+        print(f"{len(on)} digests with the mode on; with it off {len(off)} at {degrees} TP degrees; norms {norms}")
         return 1
     print(f"one digest in {len(layouts)} layouts: {on.pop()}")
     return 0

@@ -278,7 +278,8 @@ def test_fsdp_sums_in_one_order(reduction, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("device", "world"), on_gpus(2, 4, 8, before=("cuda",), shared=False))  # gloo has no such sum
+# over gloo, with ranks that share a GPU, processes end by SIGSEGV in fully_shard
+@pytest.mark.parametrize(("device", "world"), on_gpus(2, 4, 8, before=("cuda",), shared=False))
 def test_fsdp_sums_in_one_order_on_gpus(device, world, dtype):
     """Divided by powers of two alone: by others torch multiplies with the reciprocal on CUDA, not so on a CPU."""
     for reduction, divide_by in (("sum", 1), ("tokens", 8 * world), ("mean", world)):

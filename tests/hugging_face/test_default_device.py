@@ -7,6 +7,7 @@ import torch
 from ranks import run_ranks
 
 import tp_invariant as tpi
+from tp_invariant.sampling.draws import Draws
 from tp_invariant.testing import digest
 
 pytest.importorskip("transformers")
@@ -21,10 +22,10 @@ CONFIGS = {
 
 
 def trained(tp_group, kind, default, folder, mode=True):
-    """Two steps, a checkpoint between them."""
+    """Two steps, a checkpoint between them; then draws."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
-    ids = torch.randint(64, (2, 8))
+    ids, positions = torch.randint(64, (2, 8)), torch.tensor([3, 4])
     with tpi.set_tp_invariant_mode(mode), nullcontext() if default is None else torch.device(default):
         model = tpi.parallelize(model, tp_group, sequence_parallel=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -38,6 +39,7 @@ def trained(tp_group, kind, default, folder, mode=True):
             if step == 0:
                 tpi.checkpoint.save(folder, model, optimizer, group=tp_group)
                 tpi.checkpoint.load(folder, model, optimizer, group=tp_group)
+        seen += [Draws(1).draw(loss.detach().expand(2, 8), ["a", "b"], at) for at in ([3, 4], positions)]
         return digest([seen, tpi.full_state_dict(model)])
 
 

@@ -109,7 +109,8 @@ class Draws:
                 requests = torch.tensor(
                     [request_key(self.seed, request) for request in requests], dtype=torch.int64, device="cpu"
                 )
-            positions = torch.as_tensor(positions)
+            if not isinstance(positions, Tensor):
+                positions = torch.tensor(positions, device="cpu")
             for name, of_rows in (("requests", requests), ("positions", positions)):
                 if of_rows.shape != x.shape[:1] or of_rows.dtype != torch.int64:
                     raise ValueError(
